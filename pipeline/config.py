@@ -1,0 +1,125 @@
+"""What a build is asked to do.
+
+`RecordOptions` says how one source's records become documents; `BuildConfig` says everything else. Fields that change
+the bytes of the result go into the plan (see `build.py`); workers, engines and paths do not.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shards.errors import PackError
+
+Kind = Literal["text", "chat", "instruction"]
+OVERLONG = ("split", "truncate", "truncate-turns", "drop", "error")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """How a record of one source becomes a document."""
+
+    kind: Kind = "text"
+    "What a record holds: plain text, a conversation, or a prompt with its completion."
+    text_field: str = "text"
+    "Field with the text (kind text); dots reach into nested objects."
+    messages_field: str = "messages"
+    "Field with the conversation (kind chat): role/content or from/value."
+    tools_field: str = "tools"
+    "Field with the tool schemas (kind chat), where a record has one."
+    prompt_field: str = "prompt"
+    "Field with the prompt (kind instruction): text or messages."
+    completion_field: str = "completion"
+    "Field with the completion (kind instruction): text or messages."
+    train_on: str = "auto"
+    "Which tokens are targets: auto, all, assistant, last-assistant, completion, or role names separated by commas."
+    chat_template: str | None = None
+    "Chat template text that replaces the tokenizer's own."
+    overlong: str = "auto"
+    "What happens to a document longer than seq_len: auto (text split, others drop) or one of OVERLONG."
+    truncate_side: Literal["right", "left"] = "right"
+    "The side that truncation cuts off."
+    keep_no_target: bool = False
+    "Keep documents without any target."
+    train_template_tokens: bool = False
+    "Train on tokens that the template itself inserts inside an answer."
+    parse_special: bool = False
+    "Read control tokens that stand in the corpus as control tokens instead of plain text."
+    add_eos: bool = True
+    "End each document with one EOS."
+    text_unit: Literal["file", "line"] = "file"
+    "What is one document in a plain text file."
+    format: str | None = None
+    "Format of the files, where their names do not tell."
+
+    def __post_init__(self) -> None:
+        if self.overlong != "auto" and self.overlong not in OVERLONG:
+            raise PackError(f"--overlong: {self.overlong!r}; expected one of {', '.join(OVERLONG)}.")
+        if self.kind == "text" and self.overlong == "truncate-turns":
+            raise PackError("--overlong truncate-turns: plain text has no turns. Use split, truncate, drop or error.")
+
+    @property
+    def overlong_policy(self) -> str:
+        """The policy in force: text is split, conversations are dropped, unless the user chose."""
+        if self.overlong != "auto":
+            return self.overlong
+        return "split" if self.kind == "text" else "drop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """One `pack build`."""
+
+    sources: tuple[str, ...]
+    "SOURCE arguments, each optionally NAME=SOURCE."
+    out: str
+    "Dataset directory, or an fsspec URL."
+    tokenizer: str
+    "Tokenizer directory or hub name."
+    seq_len: int
+    "Capacity of a pack, in tokens."
+    records: RecordOptions = field(default_factory=RecordOptions)
+    "Options of every source that has none of its own."
+    source_records: dict[str, RecordOptions] = field(default_factory=dict)
+    "Options by source name."
+    packer: str = "auto"
+    "A key of PACKERS, or wrapped."
+    max_segments: int | None = None
+    "Most segments in one pack; None for no limit."
+    seed: int = 0
+    "Seed of every random choice."
+    position_ids: bool = True
+    "Store position ids (2 bytes a token); the reader derives them otherwise."
+    window_bytes: int | None = None
+    "Raw bytes of corpus in one window; None chooses by corpus size."
+    workers: int = 1
+    "Processes that tokenize and pack."
+    engine: str = "local"
+    "Where windows run: local or ray."
+    tokenizer_engine: str = "auto"
+    "auto, tokenizers, fastokens or gigatoken."
+    resume: bool = False
+    "Continue an interrupted build of the same plan."
+    overwrite: bool = False
+    "Remove what the output directory holds first."
+    windows: str | None = None
+    "Run only windows i, i+n, i+2n … given as 'i::n'."
+    finalize: bool = False
+    "Run no window; commit the dataset from what is there."
+    on_error: Literal["fail", "skip"] = "fail"
+    "What happens at a bad record."
+    max_rejected: float = 0.01
+    "Share of bad records above which a build with on_error=skip stops."
+    progress: bool | None = None
+    "Show progress on stderr; None for when it is a terminal."
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 2:
+            raise PackError(f"--seq-len: {self.seq_len}; expected at least 2 tokens.")
+        if self.workers < 1:
+            raise PackError(f"--workers: {self.workers}; expected at least 1.")
+        if self.max_segments is not None and self.max_segments < 1:
+            raise PackError(f"--max-segments: {self.max_segments}; expected at least 1.")
+        if self.window_bytes is not None and self.window_bytes < 1:
+            raise PackError(f"--window-bytes: {self.window_bytes}; expected a positive size, such as 64MiB.")
+        if self.resume and self.overwrite:
+            raise PackError("--resume and --overwrite: choose one.")

@@ -1,0 +1,38 @@
+"""Faults that a user can mend.
+
+Every message reads `where: what, with the value; what was expected. What to do.` and fits on one line: the command line
+prints it as it is and exits with code 1. Any other exception is a bug and keeps its traceback.
+"""
+
+
+class PackError(Exception):
+    """Root of every fault that a user can mend."""
+
+
+class FormatError(PackError):
+    """A dataset on disk breaks a rule of `docs/format.md`.
+
+    Args:
+        message: The one-line message.
+        rule: The rule it breaks, such as "F4"; None where no single rule applies.
+    """
+
+    def __init__(self, message: str, rule: str | None = None) -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class SegmentTooLongError(PackError):
+    """A segment is longer than the pack it must fit in, or is not a positive integer."""
+
+
+class SourceError(PackError):
+    """A corpus cannot be read: a missing file, a broken record, a wrong field."""
+
+
+class TokenizerError(PackError):
+    """A tokenizer cannot be loaded, or cannot do what the build needs."""
+
+
+class ModelError(PackError):
+    """A model cannot be trained on packed rows, or does not fit the dataset."""
