@@ -1,0 +1,31 @@
+"""The pages under docs/ agree with the code and with each other."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("**/*.md")])
+
+
+def test_the_command_reference_is_what_help_prints():
+    done = subprocess.run(
+        [sys.executable, "docs/build.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_to_a_file_leads_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in t]
+    assert [t for t in targets if t and not (page.parent / t).exists()] == []
+
+
+def test_there_are_pages_to_check():
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "architecture.md", "cli.md", "format.md"} <= {
+        page.name for page in PAGES
+    }
