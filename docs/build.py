@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-
 from pipeline.cli import main
 
 PAGE = Path(__file__).with_name("cli.md")
@@ -20,7 +19,9 @@ def commands(command: click.Command, context: click.Context) -> Iterator[tuple[s
         for name in command.list_commands(context):
             below = command.get_command(context, name)
             if below is not None and not below.hidden:
-                yield from commands(below, below.context_class(below, info_name=name, parent=context, max_content_width=WIDTH))
+                yield from commands(
+                    below, below.context_class(below, info_name=name, parent=context, max_content_width=WIDTH)
+                )
 
 
 def page() -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(?:bash|console|sh)\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(
+    r"^```(?:bash|console|sh)\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE
+)
 # Set-up and test targets; the demo and the tests themselves run in tests of their own.
 SET_UP = ("git clone", "cd ", "make ", "TORCH_BACKEND=cpu make", "pip install", "python -m pip install")
 
