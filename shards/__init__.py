@@ -1,0 +1,24 @@
+"""The dataset format: what a directory of packed shards is, how it is written, read, ordered and verified."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shards.errors import FormatError as FormatError
+    from shards.errors import PackError as PackError
+    from shards.reader import Dataset as Dataset
+    from shards.rules import verify as verify
+
+_HOMES = {
+    "Dataset": "shards.reader",
+    "FormatError": "shards.errors",
+    "PackError": "shards.errors",
+    "verify": "shards.rules",
+}
+__all__ = ["Dataset", "FormatError", "PackError", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shards' has no attribute {name!r}")

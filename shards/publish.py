@@ -1,0 +1,174 @@
+"""Make files appear whole or not at all.
+
+All that a dataset holds is written under `_tmp/`, flushed, fsynced, renamed, and its directory fsynced, in that order;
+what a crash leaves behind is only ever an unread file in `_tmp/`. `Store` is the interface a build writes through; an
+object store (see `pipeline/remote.py`) has the same methods, since a finished upload is already atomic there.
+All system calls go through `write`, `fsync` and `rename` below, so that tests can make any of them fail.
+"""
+
+import json
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import xxhash
+
+from shards.errors import FormatError, PackError
+
+TMP = "_tmp"
+STALE_S = 24 * 3600.0  # an unpublished file this old belongs to a build that died
+
+
+def write(file: IO[bytes], data: bytes | memoryview) -> int:
+    """Write all of `data`."""
+    return file.write(data)
+
+
+def fsync(file: IO[bytes]) -> None:
+    """Flush `file` down to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def rename(source: Path, target: Path) -> None:
+    """Move `source` onto `target` and make the move itself durable."""
+    os.replace(source, target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+class Store(Protocol):
+    """Where a build publishes to."""
+
+    location: str
+
+    def scratch(self, name: str) -> Path:
+        """Return a fresh local path for unpublished work."""
+
+    def publish(self, scratch: Path, name: str) -> None:
+        """Make a finished, fsynced scratch file visible as `name`."""
+
+    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+        """Publish `data` as `name`."""
+
+    def get(self, name: str) -> bytes | None:
+        """Return what `name` holds, or None where there is no such file."""
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return bytes by file name for the files directly inside `directory`."""
+
+    def remove(self, name: str) -> None:
+        """Remove one file."""
+
+
+class LocalStore:
+    """A dataset directory on a file system."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.location = str(root)
+
+    def create(self) -> None:
+        """Make the directories of a dataset.
+
+        Raises:
+            PackError: The place cannot be written to.
+        """
+        try:
+            for directory in (self.root / "shards", self.root / TMP):
+                directory.mkdir(parents=True, exist_ok=True)
+            probe = self.scratch("probe")
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise PackError(
+                f"{self.root}: cannot be written ({error.strerror}); expected a writable output directory. "
+                "Choose another --out or mend its permissions."
+            ) from error
+
+    def scratch(self, name: str) -> Path:
+        """Return a path in `_tmp/` that no other process uses."""
+        unique = f"{name}-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns():x}"
+        return self.root / TMP / unique
+
+    def publish(self, scratch: Path, name: str) -> None:
+        """Rename a finished, fsynced scratch file to its final name."""
+        rename(scratch, self.root / name)
+
+    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+        """Publish `data` as `name`: written aside, fsynced, renamed."""
+        if if_absent and (self.root / name).exists():
+            raise PackError(
+                f"{self.root / name}: is there already; another build finished first. Run pack verify on it."
+            )
+        scratch = self.scratch(Path(name).name)
+        try:
+            with scratch.open("wb") as file:
+                write(file, data)
+                fsync(file)
+            self.publish(scratch, name)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def get(self, name: str) -> bytes | None:
+        """Read a whole file; None where there is none."""
+        try:
+            return (self.root / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return bytes by file name; empty where there is no such directory."""
+        try:
+            return {entry.name: entry.stat().st_size for entry in os.scandir(self.root / directory) if entry.is_file()}
+        except FileNotFoundError:
+            return {}
+
+    def remove(self, name: str) -> None:
+        """Remove one file."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def sweep(self, *, everything: bool = False) -> None:
+        """Remove unpublished files that are stale, or all of them once the build is done."""
+        if everything:
+            shutil.rmtree(self.root / TMP, ignore_errors=True)
+            return
+        for name in self.sizes(TMP):
+            path = self.root / TMP / name
+            if path.exists() and time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink(missing_ok=True)
+
+
+def canonical(value: Any) -> bytes:
+    """Return the one JSON text of `value` that digests are taken of: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def seal(record: dict[str, Any]) -> bytes:
+    """Return `record` as readable JSON, with the xxh3_128 of its canonical form as the field `checksum`."""
+    sealed = record | {"checksum": xxhash.xxh3_128_hexdigest(canonical(record))}
+    return json.dumps(sealed, indent=1, ensure_ascii=True).encode() + b"\n"
+
+
+def unseal(data: bytes, where: str, rule: str) -> dict[str, Any]:
+    """Parse what `seal` wrote.
+
+    Raises:
+        FormatError: Not JSON, or changed since it was written.
+    """
+    try:
+        record = json.loads(data)
+        checksum = record.pop("checksum")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise FormatError(
+            f"{where}: is not a sealed JSON file ({rule}). Run pack build … --resume to write it again.", rule
+        ) from error
+    if checksum != xxhash.xxh3_128_hexdigest(canonical(record)):
+        raise FormatError(f"{where}: does not match its own checksum ({rule}). Restore it, or build again.", rule)
+    return dict(record)
