@@ -1,0 +1,317 @@
+"""Which segments share a pack: lengths in, compact bins out.
+
+Lengths are small integers, so packers work on their histogram, never item by item. In first-fit and best-fit
+decreasing the chosen bin stays the choice until it holds no more items of that length, so bins of equal content move
+as one run and the steps depend on the distinct lengths alone. A packing is a tree of such runs (`Plan`); a counting
+sort and one sequential pass turn it into `order` and `offsets`. `auto` adds a pattern search on the histogram (minimum bin slack,
+after Gupta and Ho 1999) where first-fit stands above the lower bound of Martello and Toth (1990).
+Add a variant as an entry of `PACKERS`.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from shards.errors import PackError, SegmentTooLongError
+from shards.schema import PAD_MULTIPLE
+
+NO_LIMIT = 1 << 40
+
+
+class Bins(NamedTuple):
+    """Segments by bin: bin `b` holds the segments `order[offsets[b] : offsets[b + 1]]`."""
+
+    order: np.ndarray
+    "Segment indices, every one once; int64, shape (num_segments,)."
+    offsets: np.ndarray
+    "Where each bin starts in `order`, then the end; int64, shape (num_bins + 1,)."
+
+    @property
+    def num_bins(self) -> int:
+        """How many bins there are."""
+        return len(self.offsets) - 1
+
+
+class Plan(NamedTuple):
+    """A packing of a histogram: a tree of runs of equal bins, node 0 the empty bin; all int64, shape (num_nodes,)."""
+
+    parent: np.ndarray
+    "What the bins of a node held before."
+    length: np.ndarray
+    "Tokens of each segment they then took."
+    take: np.ndarray
+    "How many such segments each of them took."
+    bins: np.ndarray
+    "How many bins hold exactly this in the end."
+
+
+def lower_bound(lengths: np.ndarray, seq_len: int, max_segments: int | None = None) -> int:
+    """Fewest bins that any packing could need; see `histogram_bound`."""
+    return histogram_bound(length_histogram(lengths, seq_len), max_segments)
+
+
+def histogram_bound(histogram: np.ndarray, max_segments: int | None = None) -> int:
+    """Fewest bins that any packing of a histogram could need.
+
+    The larger of Martello and Toth's L2 (which covers total / capacity) and, with a limit, segments / limit. L2: for
+    each `small` up to half the capacity, forget what is shorter; segments that leave less than `small` stand alone,
+    others above half cannot share with each other, and the rest must fit into what those leave or in bins of its own.
+
+    Args:
+        histogram: Segments of each length; int64, shape (seq_len + 1,).
+        max_segments: Most segments in one bin.
+    """
+    seq_len = len(histogram) - 1
+    half = seq_len // 2
+    count = np.cumsum(histogram)
+    tokens = np.cumsum(histogram * np.arange(seq_len + 1))
+    small = np.arange(half + 1)
+    shorter_count_half, shorter_tokens_half = count[half], tokens[half]
+    pairable = count[seq_len - small] - shorter_count_half
+    room = pairable * seq_len - (tokens[seq_len - small] - shorter_tokens_half)
+    rest = shorter_tokens_half - np.concatenate(([0], tokens[:half]))
+    extra = np.maximum(0, -((room - rest) // seq_len))
+    bound = int((count[-1] - shorter_count_half + extra).max())
+    return max(bound, -(-int(count[-1]) // max_segments)) if max_segments else bound
+
+
+def length_histogram(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """Count segments by length.
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+
+    Returns:
+        int64, shape (seq_len + 1,).
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len]; the message names it.
+        PackError: `lengths` is not a flat array of integers.
+    """
+    return _checked(lengths, seq_len, None)[1]
+
+
+def _checked(lengths: np.ndarray, seq_len: int, max_segments: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths as contiguous int32, and their histogram."""
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or not (np.issubdtype(lengths.dtype, np.integer) or lengths.size == 0):
+        raise PackError(f"lengths: {lengths.dtype} of shape {lengths.shape}; expected a flat array of integers.")
+    if max_segments is not None and max_segments < 1:
+        raise PackError(f"max_segments: {max_segments}; expected at least 1.")
+    histogram = np.zeros(seq_len + 1, np.int64)
+    bad = _count(lengths, histogram) if lengths.size else -1
+    if bad >= 0:
+        raise SegmentTooLongError(
+            f"lengths[{bad}]: {lengths[bad]} tokens; expected 1 to {seq_len}. Cut segments to seq_len before packing."
+        )
+    return np.ascontiguousarray(lengths, np.int32), histogram
+
+
+@njit(cache=True)
+def _count(lengths: np.ndarray, histogram: np.ndarray) -> int:
+    """Add lengths to their histogram; return the index of the first that is out of range, or -1."""
+    for i in range(len(lengths)):
+        length = lengths[i]
+        if length < 1 or length >= len(histogram):
+            return i
+        histogram[length] += 1
+    return -1
+
+
+@njit(cache=True)
+def _decreasing(histogram: np.ndarray, max_segments: int, best_fit: bool) -> tuple[np.ndarray, ...]:
+    """Place runs of equal lengths, longest first, into the first bin that fits or the one that fits best."""
+    seq_len = len(histogram) - 1
+    parent, length, take, bins = [0], [0], [0], [histogram.sum() + 1]  # node 0: empty bins, never used up
+    first, room, held, link = [0], [seq_len], [0], [-1]
+    waiting = np.full(seq_len + 1, -1, np.int64)  # by room: list of nodes too full for the lengths so far
+    fitting = [(seq_len << 40 if best_fit else 0, 0)]  # heap of nodes with room for this length, by choice
+    for size in range(seq_len, 0, -1):
+        node = waiting[size]
+        while node >= 0:
+            heappush(fitting, ((size << 40) + first[node] if best_fit else first[node], node))
+            node = link[node]
+        left = histogram[size]
+        while left > 0:
+            node = heappop(fitting)[1]
+            most = min(room[node] // size, max_segments - held[node])
+            full = min(bins[node], left // most)
+            for count, each in ((full, most), (1, left - full * most)):
+                if count == 0 or each == 0 or bins[node] == 0:
+                    continue
+                child = len(parent)
+                parent.append(node)
+                length.append(size)
+                take.append(each)
+                bins.append(count)
+                first.append(first[node])
+                room.append(room[node] - each * size)
+                held.append(held[node] + each)
+                link.append(-1)
+                bins[node] -= count
+                first[node] += count
+                left -= count * each
+                if held[child] == max_segments:
+                    continue
+                if room[child] >= size:
+                    heappush(fitting, ((room[child] << 40) + first[child] if best_fit else first[child], child))
+                else:
+                    link[child] = waiting[room[child]]
+                    waiting[room[child]] = child
+            if bins[node] > 0:
+                heappush(fitting, ((room[node] << 40) + first[node] if best_fit else first[node], node))
+    bins[0] = 0
+    return np.array(parent), np.array(length), np.array(take), np.array(bins)
+
+
+@njit(cache=True)
+def _group(lengths: np.ndarray, histogram: np.ndarray, order: np.ndarray, seed: np.uint64, deal: bool) -> None:
+    """Fill `order` with segment indices by rising length; deal equal lengths at random or keep them in input order."""
+    free = np.cumsum(histogram) - histogram
+    for i in range(len(lengths)):
+        slot = free[lengths[i]]
+        order[slot] = i
+        free[lengths[i]] = slot + 1
+    if deal:  # Fisher-Yates inside each length: the slots of one length fit the cache, all of them would not
+        state = seed
+        for size in range(len(histogram)):
+            start = free[size] - histogram[size]
+            for k in range(histogram[size] - 1, 0, -1):
+                state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+                other = start + np.int64(((state >> np.uint64(32)) * np.uint64(k + 1)) >> np.uint64(32))
+                order[start + k], order[other] = order[other], order[start + k]
+
+
+@njit(cache=True)
+def _emit(plan: Plan, histogram: np.ndarray, grouped: np.ndarray, order: np.ndarray, offsets: np.ndarray) -> None:
+    """Write out the bins of a plan, taking segments of each length in the order of `grouped`."""
+    parent, length, take, bins = plan
+    cursor = np.cumsum(histogram) - histogram
+    path = np.empty(len(histogram), np.int64)
+    at = 0
+    b = 0
+    for leaf in range(len(parent)):
+        if bins[leaf] == 0:
+            continue
+        depth = 0
+        node = leaf
+        while node > 0:
+            path[depth] = node
+            depth += 1
+            node = parent[node]
+        for _ in range(bins[leaf]):
+            for d in range(depth - 1, -1, -1):
+                size = length[path[d]]
+                start = cursor[size]
+                cursor[size] = start + take[path[d]]
+                for s in range(start, start + take[path[d]]):
+                    order[at] = grouped[s]
+                    at += 1
+            b += 1
+            offsets[b] = at
+
+
+def _deal_out(lengths: np.ndarray, histogram: np.ndarray, plan: Plan, seed: int | None) -> Bins:
+    """Give each place of a plan a segment of its length."""
+    grouped = _grouped(lengths, histogram, seed)
+    # Allocated here, not in a kernel: numpy asks for huge pages.
+    bins = Bins(np.empty(len(lengths), np.int64), np.zeros(int(plan.bins.sum()) + 1, np.int64))
+    _emit(plan, histogram, grouped, *bins)
+    return bins
+
+
+def _grouped(keys: np.ndarray, histogram: np.ndarray, seed: int | None) -> np.ndarray:
+    grouped = np.empty(len(keys), np.int32 if len(keys) < 2**31 else np.int64)
+    _group(keys, histogram, grouped, np.uint64((seed or 0) % 2**64), seed is not None)
+    return grouped
+
+
+def first_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Pack by first-fit decreasing, exactly; arguments as `auto`."""
+    lengths, histogram = _checked(lengths, seq_len, max_segments)
+    return _deal_out(lengths, histogram, Plan(*_decreasing(histogram, max_segments or NO_LIMIT, False)), seed)
+
+
+def best_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Pack by best-fit decreasing, exactly; arguments as `auto`."""
+    lengths, histogram = _checked(lengths, seq_len, max_segments)
+    return _deal_out(lengths, histogram, Plan(*_decreasing(histogram, max_segments or NO_LIMIT, True)), seed)
+
+
+def auto(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Pack by the best of first-fit decreasing, best-fit decreasing and a pattern search.
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+        seed: Deals segments of equal length at random; None keeps them in input order.
+        max_segments: Most segments in one bin; None for no limit.
+
+    Returns:
+        The bins; how many is a function of the histogram of lengths alone.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len].
+        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
+    """
+    lengths, histogram = _checked(lengths, seq_len, max_segments)
+    plans = [Plan(*_decreasing(histogram, max_segments or NO_LIMIT, best)) for best in (False, True)]
+    return _deal_out(lengths, histogram, min(plans, key=lambda plan: plan.bins.sum()), seed)
+
+
+def next_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Fill one bin at a time, in corpus order; `seed` plays no part."""
+    lengths, _ = _checked(lengths, seq_len, max_segments)
+    offsets = np.empty(len(lengths) + 1, np.int64)
+    num_bins = _fill_in_order(lengths, seq_len, max_segments or NO_LIMIT, offsets)
+    return Bins(np.arange(len(lengths)), offsets[: num_bins + 1].copy())
+
+
+@njit(cache=True)
+def _fill_in_order(lengths: np.ndarray, seq_len: int, max_segments: int, offsets: np.ndarray) -> int:
+    offsets[0] = 0
+    num_bins = start = used = 0
+    for i in range(len(lengths)):
+        if used + lengths[i] > seq_len or i - start == max_segments:
+            num_bins += 1
+            offsets[num_bins] = start = i
+            used = 0
+        used += lengths[i]
+    if len(lengths):
+        num_bins += 1
+        offsets[num_bins] = len(lengths)
+    return num_bins
+
+
+def bucketed(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Put one segment in each bin, by rising padded length, dealt by seed inside it (for padded models)."""
+    lengths, _ = _checked(lengths, seq_len, max_segments)
+    keys = (lengths + (PAD_MULTIPLE - 1)) // PAD_MULTIPLE
+    order = _grouped(keys, np.bincount(keys, minlength=1), seed).astype(np.int64)
+    return Bins(order, np.arange(len(lengths) + 1))
+
+
+def unpacked(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Put one segment in each bin, in corpus order; `seed` plays no part."""
+    lengths, _ = _checked(lengths, seq_len, max_segments)
+    return Bins(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+
+
+PACKERS: dict[str, Callable[..., Bins]] = {
+    "auto": auto,
+    "ffd": first_fit,
+    "bfd": best_fit,
+    "next-fit": next_fit,
+    "bucketed": bucketed,
+    "unpacked": unpacked,
+}
+
+
+def kernels_compiled() -> bool:
+    """Whether this machine has compiled the packing kernels before (the first call otherwise takes seconds)."""
+    return any(Path(str(_emit.stats.cache_path)).glob("packing._emit-*.nbi"))
