@@ -20,6 +20,7 @@ from shards.writer import decode_index, write_stream
 
 Record = dict[str, Any]
 LONGEST = 10  # over-long documents named in a report
+HISTOGRAMS = ("lengths", "segment_lengths")  # of documents as tokenized, of segments as packed
 
 # exact up to 256 tokens, then 64 classes an octave: within 1.6 % anywhere
 LENGTH_EDGES = np.concatenate(
@@ -28,13 +29,13 @@ LENGTH_EDGES = np.concatenate(
 
 
 def length_histogram(lengths: np.ndarray) -> list[list[int]]:
-    """Count documents by length.
+    """Count documents or segments by length.
 
     Args:
-        lengths: Tokens per document, int (num_documents,), each >= 1.
+        lengths: Tokens of each, int (n,), each >= 1.
 
     Returns:
-        `[lower edge of the class, documents, tokens]` for every class that is not empty, rising.
+        `[lower edge of the class, how many, tokens]` for every class that is not empty, rising.
     """
     classes = np.searchsorted(LENGTH_EDGES, lengths, side="right") - 1
     counts = np.bincount(classes, minlength=len(LENGTH_EDGES))
@@ -120,7 +121,8 @@ def commit(store: Store, plan: Plan, sidecars: Iterable[Record], facts: Record) 
     _, index = write_stream(store, "index.arrow", INDEX_SCHEMA, index_batches())
     totals = empty_counts()
     for source in sources.values():
-        source["lengths"] = [[edge, *counts] for edge, counts in sorted(source["lengths"].items())]
+        for name in HISTOGRAMS:
+            source[name] = [[edge, *counts] for edge, counts in sorted(source[name].items())]
         totals = add_counts(totals, source["counts"])
     manifest = {
         "format": FORMAT,
@@ -147,15 +149,17 @@ def commit(store: Store, plan: Plan, sidecars: Iterable[Record], facts: Record) 
 
 
 def _new_source(name: str) -> Record:
-    return {"name": name, "counts": empty_counts(), "lengths": {}, "longest": [], "bound_packs": 0}
+    empty: Record = {histogram: {} for histogram in HISTOGRAMS}
+    return {"name": name, "counts": empty_counts(), "longest": [], "bound_packs": 0} | empty
 
 
 def _add_window(source: Record, sidecar: Record) -> None:
     source["counts"] = add_counts(source["counts"], sidecar["counts"])
     source["bound_packs"] += sidecar["bound_packs"]
-    for edge, documents, tokens in sidecar["lengths"]:
-        old = source["lengths"].get(edge, (0, 0))
-        source["lengths"][edge] = (old[0] + documents, old[1] + tokens)
+    for name in HISTOGRAMS:
+        for edge, number, tokens in sidecar[name]:
+            old = source[name].get(edge, (0, 0))
+            source[name][edge] = (old[0] + number, old[1] + tokens)
     source["longest"] = sorted(
         source["longest"] + sidecar["longest"], key=lambda entry: (-entry["tokens"], entry["doc_id"])
     )[:LONGEST]
