@@ -1,0 +1,175 @@
+"""A model by name, directory or configuration -> a model that is ready for packed rows, and what was found out about it.
+
+Nothing about a model changes in silence: attention dropout set to 0 is noted, weights missing from a checkpoint and ids
+beyond the vocabulary are errors, embeddings are never resized.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shards.errors import ModelError
+from trainer.attention import IMPLEMENTATION, pick_backend, register
+from trainer.guard import ModelReport, inspect_model, refusal
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model and how to run it."""
+
+    model: Any
+    "A causal language model of transformers, on its device, in training mode."
+    backend: str | None
+    "Key of `ATTENTION_BACKENDS`; None for native attention, which takes rectangles only."
+    report: ModelReport
+    notes: list[str]
+    "What a person should know, one line each."
+
+
+def load_config(name: str) -> Any:
+    """Return the configuration behind a hub name, a model directory or a configuration's JSON file.
+
+    Raises:
+        ModelError: There is none, or transformers does not know its model type.
+    """
+    from transformers import AutoConfig
+
+    path = Path(name)
+    try:
+        if path.suffix == ".json":
+            fields = json.loads(path.read_text())
+            if not isinstance(fields, dict) or "model_type" not in fields:
+                raise ModelError(f"{name}: no model_type; expected the configuration of a transformers model. Add one")
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{name}: cannot read a model configuration: {_first_line(error)}. Check the name") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
+
+def _without_attention_dropout(config: Any) -> list[str]:
+    notes = []
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for key in _DROPOUTS:
+            if value := getattr(part, key, 0.0):
+                setattr(part, key, 0.0)
+                notes.append(f"attention dropout {value} ({key}) is set to 0: variable-length kernels have none")
+    return notes
+
+
+def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the model with random weights for a JSON file, with its own otherwise."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        if Path(name).suffix == ".json":
+            with device:
+                return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, output_loading_info=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"{name}: cannot load a causal language model: {_first_line(error)}. Check the name") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{name}: {len(missing)} weights are not in the checkpoint and would start random, first {missing[0]}; expected "
+            "all. Use a complete checkpoint, or the path of its config.json to start from random weights"
+        )
+    return model.to(device)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+    attention: str = "auto",
+    device: torch.device | str = "cpu",
+    packed: bool = True,
+) -> LoadedModel:
+    """Load a causal language model, prove it safe on packed rows, and choose its attention backend.
+
+    Args:
+        name: Hub name, directory, or a configuration's JSON file (random weights, from the current random state).
+        dtype: Type of the weights.
+        compute_dtype: Type in which attention will run, where autocast makes it differ from `dtype`.
+        attention: `auto` or a key of `ATTENTION_BACKENDS`.
+        packed: Whether rows hold several documents. If not, a model refused for packed rows is loaded with its native
+            attention, which is right for rectangles of right-padded rows.
+
+    Raises:
+        ModelError: The model cannot be loaded, is not safe on packed rows, or the backend cannot serve it.
+    """
+    register()
+    device = torch.device(device)
+    config = load_config(name)
+    notes = _without_attention_dropout(config)
+    model = _build(name, config, dtype, device)
+    report = inspect_model(model, name)
+    if not report.accepted:
+        if packed:
+            raise ModelError(f"{name} ({report.model_type}): the model {report.reason}. Use another model, or a bucketed dataset")
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        notes.append(f"native attention on rectangles: the model {report.reason}")
+        return LoadedModel(model=model.train(), backend=None, report=report, notes=[*notes, *report.notes])
+    widest = max(report.needs, key=lambda needs: max(needs.head_dim, needs.value_dim))
+    needs = type(widest)(
+        device=device, dtype=compute_dtype or widest.dtype, head_dim=widest.head_dim, value_dim=widest.value_dim
+    )
+    backend, lines = pick_backend(attention, needs)
+    return LoadedModel(model=model.train(), backend=backend, report=report, notes=[*notes, *lines, *report.notes])
+
+
+def check_model(name: str) -> ModelReport:
+    """Report whether a model is safe to pack, and if not, why; see `ModelReport.text`.
+
+    Raises:
+        ModelError: The model cannot be loaded at all.
+    """
+    config = load_config(name)
+    if reason := refusal(config):
+        return ModelReport(name=name, model_type=config.model_type, reason=reason)
+    register()
+    _without_attention_dropout(config)
+    return inspect_model(_build(name, config, torch.float32, torch.device("cpu")), name)
+
+
+def check_segments(report: ModelReport, config: Any, max_seqlen: int) -> list[str]:
+    """Hold the longest segment of a dataset against a model's positions; positions restart in every segment.
+
+    Returns:
+        Notes for a person.
+
+    Raises:
+        ModelError: The model has no position for the last tokens of that segment.
+    """
+    limit = report.max_positions
+    if limit is None or max_seqlen <= limit:
+        return []
+    if report.learned_positions:
+        raise ModelError(
+            f"{report.name}: its position table ends at {limit}, the longest segment has {max_seqlen} tokens. Build the "
+            f"dataset with --seq-len {limit} or less"
+        )
+    return [f"the longest segment has {max_seqlen} tokens; the model was made for {limit}"]
+
+
+def check_vocabulary(report: ModelReport, max_token_id: int) -> None:
+    """Hold a dataset's largest token id against the model's embeddings, which are never resized.
+
+    Raises:
+        ModelError: A token id has no embedding.
+    """
+    if max_token_id >= report.vocab_size:
+        raise ModelError(
+            f"{report.name}: token id {max_token_id} in the dataset, but the model has {report.vocab_size} embeddings. Build "
+            "the dataset with this model's tokenizer, or enlarge the model's embeddings and save it first"
+        )
