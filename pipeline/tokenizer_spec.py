@@ -1,0 +1,319 @@
+"""What a tokenizer is, read from its files alone.
+
+`tokenizer.json` is parsed as JSON, not loaded: the driver of a build needs ids and a digest, not an encoder (0.2 s
+against 1 s). `transformers` is imported only where there is no `tokenizer.json` to read. The digest covers what changes
+ids: the canonical `tokenizer.json`, the special ids and the chat template; not padding, truncation, names or limits.
+
+Control tokens are all added tokens except those made of white space alone (layout, as in Gemma); `plain_json` derives
+the tokenizer that cannot emit them, whatever the text says.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shards.errors import TokenizerError
+
+JSON = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+FILES = (JSON, CONFIG, "special_tokens_map.json", TEMPLATE)
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """Ids and identity of a tokenizer; `as_plan` is the part that a plan and a manifest record."""
+
+    digest: str
+    "SHA-256 of everything that changes ids: canonical tokenizer.json, special ids, chat template."
+    vocab_size: int
+    "Number of entries, added tokens included."
+    max_id: int
+    "Largest id, added tokens included."
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    prefix_ids: tuple[int, ...]
+    "Ids that the tokenizer puts before a text (usually one BOS or nothing)."
+    suffix_ids: tuple[int, ...]
+    "Ids that the tokenizer puts after a text."
+    added: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
+    "Control tokens, text -> id: every added token but layout. Not in the plan: the digest covers it."
+    special_tokens: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    "bos_token, eos_token, … -> text, as a chat template sees them. Not in the plan."
+    chat_template: str | None = field(default=None, repr=False, compare=False)
+    "The tokenizer's own chat template. Not in the plan: the digest covers it."
+
+    def as_plan(self) -> dict[str, Any]:
+        """Return the JSON-able part that identifies the tokenizer."""
+        return {
+            "digest": self.digest,
+            "vocab_size": self.vocab_size,
+            "max_id": self.max_id,
+            "bos_id": self.bos_id,
+            "eos_id": self.eos_id,
+            "pad_id": self.pad_id,
+            "prefix_ids": list(self.prefix_ids),
+            "suffix_ids": list(self.suffix_ids),
+        }
+
+
+def load_spec(name_or_dir: str) -> tuple[TokenizerSpec, dict[str, bytes]]:
+    """Read a tokenizer by directory or hub name.
+
+    Returns:
+        The spec, and the files that a dataset's `tokenizer/` folder gets (name -> content).
+
+    Raises:
+        TokenizerError: There is no such tokenizer, or its files do not say what a build needs.
+    """
+    files = read_files(name_or_dir)
+    return spec_from_files(files, name_or_dir), files
+
+
+def read_files(name_or_dir: str) -> dict[str, bytes]:
+    """Read the tokenizer files of a directory or a hub repository (name -> content).
+
+    Raises:
+        TokenizerError: Nothing there can be read as a tokenizer.
+    """
+    path = Path(name_or_dir).expanduser()
+    if path.name == JSON and path.is_file():
+        path = path.parent
+    if path.is_dir():
+        files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+        return files if JSON in files else _convert(name_or_dir)
+    if path.exists() or path.is_absolute() or name_or_dir.startswith((".", "~")) or name_or_dir.count("/") > 1:
+        raise TokenizerError(
+            f"--tokenizer: no directory {name_or_dir!r}; expected one that holds tokenizer.json, or a hub name. "
+            "Check the path."
+        )
+    files = _download(name_or_dir)
+    return files if JSON in files else _convert(name_or_dir)
+
+
+def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> TokenizerSpec:
+    """Derive the spec from tokenizer files (name -> content).
+
+    Raises:
+        TokenizerError: A file is not JSON, or misses what every tokenizer has.
+    """
+    tokenizer, config = parse(files.get(JSON), f"{where}/{JSON}"), _config(files, where)
+    ids = vocabulary(tokenizer)
+    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name)))}
+
+    def id_of(name: str) -> int | None:
+        text = special_tokens.get(name)
+        if text is not None and text not in ids:
+            raise TokenizerError(
+                f"{where}/{CONFIG}: {name} is {text!r}, which the vocabulary does not hold. Correct the file."
+            )
+        return None if text is None else ids[text]
+
+    bos_id, eos_id = id_of("bos_token"), id_of("eos_token")
+    prefix, suffix = _template_ids(tokenizer.get("post_processor"), ids)
+    if "add_bos_token" in config:  # transformers lets the flag overrule the post-processor
+        prefix = (bos_id,) if config["add_bos_token"] and bos_id is not None else ()
+    if "add_eos_token" in config:
+        suffix = (eos_id,) if config["add_eos_token"] and eos_id is not None else ()
+    template = _chat_template(files, config)
+    known = {"bos_id": bos_id, "eos_id": eos_id, "pad_id": id_of("pad_token"), "prefix_ids": prefix, "suffix_ids": suffix}
+    return TokenizerSpec(
+        digest=_digest(tokenizer, {**known, "chat_template": template}),
+        vocab_size=len(ids),
+        max_id=max(ids.values()),
+        added=control_tokens(tokenizer),
+        special_tokens=special_tokens,
+        chat_template=template,
+        **known,
+    )
+
+
+def parse(content: bytes | None, where: str) -> dict[str, Any]:
+    """Parse a tokenizer.json.
+
+    Raises:
+        TokenizerError: It is missing, not JSON, or holds no model.
+    """
+    try:
+        tokenizer = orjson.loads(content or b"")
+    except orjson.JSONDecodeError as error:
+        raise TokenizerError(f"{where}: not JSON ({error}); expected a tokenizer. Fetch the file again.") from None
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    if not isinstance(model, dict) or not model.get("vocab"):
+        raise TokenizerError(f"{where}: no model with a vocabulary in it; expected a tokenizer. Fetch the file again.")
+    return tokenizer
+
+
+def vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Return text -> id of the model and of the added tokens together."""
+    vocab = tokenizer["model"]["vocab"]
+    ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
+    for token in tokenizer.get("added_tokens") or ():
+        ids[token["content"]] = token["id"]
+    return ids
+
+
+def control_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Return text -> id of the added tokens that plain text must never become."""
+    return {
+        token["content"]: token["id"] for token in tokenizer.get("added_tokens") or () if not _is_text(token["content"])
+    }
+
+
+def full_json(tokenizer: Mapping[str, Any]) -> bytes:
+    """Return the tokenizer that reads control text as control tokens: no padding, no truncation, nothing added."""
+    return orjson.dumps({**tokenizer, "padding": None, "truncation": None, "post_processor": None})
+
+
+def plain_json(tokenizer: Mapping[str, Any]) -> bytes:
+    """Return the tokenizer that reads control text as plain text.
+
+    Removing the added tokens is not enough: a model's own vocabulary often holds them too, and Unigram, WordPiece and
+    WordLevel look whole pieces up there. So they leave the vocabulary as well, together with the merges that spell them.
+    Ids of everything else stay: dictionaries may have holes; in Unigram, where an id is a position, the piece becomes
+    the empty string, which no text contains.
+    """
+    control = control_tokens(tokenizer)
+    layout = [token for token in tokenizer.get("added_tokens") or () if _is_text(token["content"])]
+    model = dict(tokenizer["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, list):
+        model["vocab"] = [["", score] if piece in control else [piece, score] for piece, score in vocab]
+    elif not control.keys().isdisjoint(vocab):
+        model["vocab"] = {text: index for text, index in vocab.items() if text not in control}
+        unknown = model.get("unk_token")
+        if unknown in control:  # the model needs an unknown token, but text must not be able to spell it
+            model["unk_token"], model["vocab"][""] = "", control[unknown]
+        if "merges" in model:
+            model["merges"] = [merge for merge in model["merges"] if not _spells(merge, control)]
+    if isinstance(model["vocab"], dict):
+        # Added tokens outside the vocabulary are numbered by position, so a kept one would change its id.
+        model["vocab"] = {**model["vocab"], **{token["content"]: token["id"] for token in layout}}
+    return full_json({**tokenizer, "model": model, "added_tokens": layout})
+
+
+def _is_text(content: str) -> bool:
+    """Whether an added token is ordinary text: white space, or the spelling of a single byte."""
+    return not content.replace("▁", " ").strip() or BYTE_TOKEN.fullmatch(content) is not None
+
+
+def _spells(merge: str | list[str], control: Mapping[str, int]) -> bool:
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left in control or right in control or left + right in control
+
+
+def _token_text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
+
+
+def _config(files: Mapping[str, bytes], where: str) -> dict[str, Any]:
+    """Merge special_tokens_map.json (older) and tokenizer_config.json (wins)."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", CONFIG):
+        try:
+            merged |= orjson.loads(files.get(name, b"{}"))
+        except (orjson.JSONDecodeError, TypeError) as error:
+            raise TokenizerError(f"{where}/{name}: not a JSON object ({error}). Fetch the file again.") from None
+    return merged
+
+
+def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+    """Find the chat template: its own file first, then the configuration; of several, the one named default."""
+    if TEMPLATE in files:
+        return files[TEMPLATE].decode("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _template_ids(processor: Any, ids: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Read what a post-processor puts before and after a single text."""
+    match processor:
+        case {"type": "Sequence", "processors": list(steps)}:
+            prefix: tuple[int, ...] = ()
+            suffix: tuple[int, ...] = ()
+            for step in steps:
+                before, after = _template_ids(step, ids)
+                prefix, suffix = before + prefix, suffix + after
+            return prefix, suffix
+        case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": dict(tokens)}:
+            at = next(index for index, piece in enumerate(pieces) if "Sequence" in piece)
+            names = [piece["SpecialToken"]["id"] if "SpecialToken" in piece else None for piece in pieces]
+            chosen = [tuple(tokens[name]["ids"]) if name else () for name in names]
+            return sum(chosen[:at], ()), sum(chosen[at + 1 :], ())
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, int(first)], "sep": [_, int(last)]}:
+            return (first,), (last,)
+    return (), ()
+
+
+def _digest(tokenizer: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+    """Hash what changes ids, in a form that does not depend on who wrote the file, or when."""
+    model = {name: value for name, value in tokenizer["model"].items() if value not in (None, False, "")}
+    if "merges" in model:
+        model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    kept = {name: tokenizer.get(name) for name in ("normalizer", "pre_tokenizer")}
+    added = sorted(tokenizer.get("added_tokens") or (), key=lambda token: token["id"])
+    content = {"model": model, **kept, "added_tokens": added, **known}
+    return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _download(name: str) -> dict[str, bytes]:
+    """Fetch the tokenizer files of a hub repository, from the cache where they are there."""
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    files = {}
+    for file in FILES:
+        try:
+            files[file] = Path(hf_hub_download(name, file)).read_bytes()
+        except LocalEntryNotFoundError as error:  # no network and not in the cache
+            if file == JSON:
+                raise _unknown(name, error) from None
+        except EntryNotFoundError:  # the repository has no such file
+            continue
+        except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+            raise _unknown(name, error) from None
+    return files
+
+
+def _unknown(name: str, error: Exception) -> TokenizerError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return TokenizerError(
+        f"--tokenizer: {name!r} is no directory here, and the hub gave no tokenizer of that name ({reason}). "
+        "Check the name and the network, or give a directory."
+    )
+
+
+def _convert(name: str) -> dict[str, bytes]:
+    """Let transformers turn a tokenizer without tokenizer.json (sentencepiece, tiktoken) into one that has it."""
+    import tempfile
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TokenizerError(
+            f"--tokenizer: {name!r} holds no tokenizer.json, and transformers cannot convert what it holds ({reason}). "
+            "Save the tokenizer with save_pretrained first."
+        ) from None
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        files = {file: (Path(directory) / file).read_bytes() for file in FILES if (Path(directory) / file).is_file()}
+    if JSON not in files:
+        raise TokenizerError(
+            f"--tokenizer: {name!r} is a Python-only tokenizer ({type(tokenizer).__name__}); expected one that has a "
+            "tokenizer.json. Convert it with tokenizers first."
+        )
+    return files
