@@ -176,10 +176,10 @@ def full_json(tokenizer: Mapping[str, Any]) -> bytes:
 def plain_json(tokenizer: Mapping[str, Any]) -> bytes:
     """Return the tokenizer that reads control text as plain text.
 
-    Removing the added tokens is not enough: a model's own vocabulary often holds them too, and Unigram, WordPiece and
-    WordLevel look whole pieces up there. So they leave the vocabulary as well, together with the merges that spell them.
-    Ids of everything else stay: dictionaries may have holes; in Unigram, where an id is a position, the piece becomes
-    the empty string, which no text contains.
+    Removing the added tokens is not enough: a model's own vocabulary often holds them too, and every model but BPE (BPE
+    as well with `ignore_merges`) looks whole pieces up there. So what can be looked up leaves the vocabulary, and with
+    it the merges that spell it. All other ids stay: dictionaries may have holes; in Unigram, where an id is a position,
+    the piece becomes the empty string, which no text contains.
     """
     control = control_tokens(tokenizer)
     layout = [token for token in tokenizer.get("added_tokens") or () if _is_text(token["content"])]
@@ -188,9 +188,12 @@ def plain_json(tokenizer: Mapping[str, Any]) -> bytes:
     if isinstance(vocab, list):
         model["vocab"] = [["", score] if piece in control else [piece, score] for piece, score in vocab]
     elif not control.keys().isdisjoint(vocab):
-        model["vocab"] = {text: index for text, index in vocab.items() if text not in control}
+        looked_up = "merges" not in model or model.get("ignore_merges")
+        # Where merges alone decide, the entries stay: fastokens takes no vocabulary with holes.
+        gone = {text for text in control if looked_up or len(text) == 1}
+        model["vocab"] = {text: index for text, index in vocab.items() if text not in gone}
         unknown = model.get("unk_token")
-        if unknown in control:  # the model needs an unknown token, but text must not be able to spell it
+        if unknown in gone:  # the model needs an unknown token, but text must not be able to spell it
             model["unk_token"], model["vocab"][""] = "", control[unknown]
         if "merges" in model:
             model["merges"] = [merge for merge in model["merges"] if not _spells(merge, control)]
