@@ -1,0 +1,26 @@
+"""Corpus to shards: sources, tokenizing, packing, the build and its reports. No torch anywhere."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.builder import build as build
+    from pipeline.config import BuildConfig as BuildConfig
+    from pipeline.config import RecordOptions as RecordOptions
+    from pipeline.packing import PACKERS as PACKERS
+    from pipeline.packing import Bins as Bins
+
+_HOMES = {
+    "PACKERS": "pipeline.packing",
+    "Bins": "pipeline.packing",
+    "BuildConfig": "pipeline.config",
+    "RecordOptions": "pipeline.config",
+    "build": "pipeline.builder",
+}
+__all__ = ["PACKERS", "Bins", "BuildConfig", "RecordOptions", "build"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from typing import Literal
 from shards.errors import PackError
 
 Kind = Literal["text", "chat", "instruction"]
+PACKER_NAMES = ("auto", "ffd", "bfd", "next-fit", "wrapped", "bucketed", "unpacked")
 OVERLONG = ("split", "truncate", "truncate-turns", "drop", "error")
 MIB = 1 << 20
 

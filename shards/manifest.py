@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from shards.errors import FormatError
 from shards.plan import Plan, plan_id
@@ -94,13 +95,21 @@ def dataset_id(plan_identity: str, shards: Iterable[Record]) -> str:
     return hashlib.sha256(canonical([plan_identity, lines])).hexdigest()
 
 
-def commit(store: Store, plan: Plan, sidecars: Iterable[Record], facts: Record) -> Record:
+def digest_files(files: dict[str, bytes]) -> dict[str, str]:
+    """Return the xxh3_128 of each file, by name."""
+    return {name: xxhash.xxh3_128_hexdigest(data) for name, data in sorted(files.items())}
+
+
+def commit(
+    store: Store, plan: Plan, sidecars: Iterable[Record], tokenizer_files: dict[str, bytes], facts: Record
+) -> Record:
     """Write `index.arrow`, the files that `datasets` reads, and last the manifest.
 
     Args:
         store: The dataset.
         plan: Its plan.
         sidecars: Every window's sidecar, in window order; read once, so memory stays flat.
+        tokenizer_files: Content of the files in `tokenizer/`, by name.
         facts: What does not determine bytes: workers, engines, versions, times.
 
     Returns:
@@ -132,6 +141,7 @@ def commit(store: Store, plan: Plan, sidecars: Iterable[Record], facts: Record) 
         "seq_len": plan["seq_len"],
         "packer": plan["packer"]["name"],
         "tokenizer": plan["tokenizer"],
+        "tokenizer_files": digest_files(tokenizer_files),
         "totals": totals,
         "sources": list(sources.values()),
         "shards": shards,

@@ -5,7 +5,6 @@ checks every row. Checksums live outside the shards because Arrow notices almost
 flips read back as different data, without an error). Everything wrong is listed, not only the first finding.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import pyarrow as pa
 import xxhash
 
 from shards.errors import FormatError
-from shards.manifest import add_counts, dataset_id, datasets_files, empty_counts, imbalance, read_sidecar
+from shards.manifest import add_counts, dataset_id, datasets_files, digest_files, empty_counts, imbalance, read_sidecar
 from shards.plan import Plan, check_version, parse_plan, plan_id
 from shards.publish import LocalStore, canonical
 from shards.reader import Shard, check_size, read_index, read_manifest
@@ -44,6 +43,8 @@ class Report:
     shards_checked: int = 0
     packs_checked: int = 0
     tokens_checked: int = 0
+    against: str = ""
+    "What a comparison with the sources found, where one was asked for."
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -79,7 +80,7 @@ def verify(path: str | Path, level: Level = "full", vocab_size: int | None = Non
     except FormatError as error:
         report.add_error(error)
         return report
-    _check_tokenizer(root, plan, report)
+    _check_tokenizer(root, manifest, report)
     whole = _check_files(root, manifest, report)
     _check_sidecars(root, manifest, report)
     _check_sums(root, plan, manifest, report)
@@ -115,18 +116,11 @@ def _check_plan(root: Path, manifest: dict[str, Any]) -> Plan:
     return plan
 
 
-def _check_tokenizer(root: Path, plan: Plan, report: Report) -> None:
+def _check_tokenizer(root: Path, manifest: dict[str, Any], report: Report) -> None:
     directory = root / "tokenizer"
     found = {file.name: file.read_bytes() for file in directory.glob("*")} if directory.is_dir() else {}
-    if tokenizer_digest(found) != plan["tokenizer"]["digest"]:
-        report.add("F15", str(directory), "does not hold the tokenizer that the plan names")
-
-
-def tokenizer_digest(files: dict[str, bytes]) -> str:
-    """Return the sha256 over names and contents of a tokenizer's files."""
-    return hashlib.sha256(
-        canonical({name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
-    ).hexdigest()
+    if digest_files(found) != manifest["tokenizer_files"]:
+        report.add("F15", str(directory), "does not hold the tokenizer files that the manifest lists")
 
 
 def _check_files(root: Path, manifest: dict[str, Any], report: Report) -> set[str]:

@@ -31,8 +31,8 @@ class Rows:
     "int64 (num_rows + 1,)"
     input_ids: np.ndarray
     "uint16 or int32 (num_tokens,)"
-    position_ids: np.ndarray | None
-    "uint16 or int32 (num_tokens,); None where the layout does not store them"
+    position_ids: np.ndarray
+    "uint16 or int32 (num_tokens,); empty where the layout does not store them"
     loss_mask: np.ndarray
     "uint8 (num_tokens,)"
     cu_seqlens: np.ndarray

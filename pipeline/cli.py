@@ -1,0 +1,222 @@
+"""The `pack` command: flags to a config, one call, print.
+
+Nothing heavy is imported before a command runs, so `pack --help` answers at once; commands of the trainer are named as
+strings and loaded when asked for.
+"""
+
+import json
+import os
+import re
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+import click
+
+from pipeline.config import OVERLONG, PACKER_NAMES, BuildConfig, RecordOptions
+from shards.errors import PackError
+
+LAZY = {
+    "train": "trainer.cli:train",
+    "check-model": "trainer.cli:check_model",
+    "bench": "trainer.cli:bench",
+    "demo": "trainer.cli:demo",
+}
+UNITS = {"": 1, "B": 1}
+UNITS |= {unit: 1000**k for k, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}
+UNITS |= {unit: 1024**k for k, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
+
+
+class Size(click.ParamType):
+    """A number of bytes with an optional unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number of bytes."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        if match is None or match[2].upper() not in UNITS:
+            self.fail(f"{value!r} is not a size; write for example 64MiB or 100MB", param, ctx)
+        return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+class PackGroup(click.Group):
+    """A group whose torch commands load late, and whose faults are one line each."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of a person's work."""
+        return [*self.commands, *LAZY]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load a command."""
+        if cmd_name in LAZY:
+            module, attribute = LAZY[cmd_name].split(":")
+            command: click.Command = getattr(import_module(module), attribute)
+            return command
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a fault that the user can mend is one line on stderr and exit code 1."""
+        try:
+            return super().invoke(ctx)
+        except PackError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=PackGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="shardpack")
+def main() -> None:
+    """Pack a corpus once, then train on nothing but tokens.
+
+    \b
+    Example:
+      pack build corpus.jsonl --tokenizer ./tokenizer --seq-len 4096 --out data/corpus
+      pack inspect data/corpus
+      pack train data/corpus --model ./model --out runs/first
+    """
+
+
+def _record_options(command: Any) -> Any:
+    """Attach the flags that say how a record becomes a document."""
+    options = [
+        click.option("--text-field", help="Field with the text; dots reach into nested objects. [default: text]"),
+        click.option("--messages-field", help="Field with a conversation (role/content or from/value)."),
+        click.option("--tools-field", default="tools", show_default=True, help="Field with the tool schemas of a chat."),
+        click.option("--prompt-field", help="Field with the prompt of an instruction."),
+        click.option("--completion-field", help="Field with its completion."),
+        click.option("--train-on", default="auto", show_default=True,
+                     help="Targets: all, assistant, last-assistant, completion, or role names with commas."),
+        click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="Jinja file instead of the tokenizer's template."),
+        click.option("--overlong", type=click.Choice(["auto", *OVERLONG]), default="auto", show_default=True,
+                     help="Documents longer than seq-len; auto splits text and drops the rest."),
+        click.option("--truncate-side", type=click.Choice(["right", "left"]), default="right", show_default=True,
+                     help="Side that truncation cuts off."),
+        click.option("--keep-no-target", is_flag=True, help="Keep documents without any target."),
+        click.option("--train-template-tokens", is_flag=True, help="Train on what a template inserts inside answers."),
+        click.option("--parse-special", is_flag=True, help="Read control tokens in the corpus as such, not as text."),
+        click.option("--eos/--no-eos", "add_eos", default=True, show_default=True, help="One EOS after each document."),
+        click.option("--text-unit", type=click.Choice(["file", "line"]), default="file", show_default=True,
+                     help="One document in a plain text file."),
+        click.option("--format", "format", help="Format of the files where their names do not tell, such as jsonl."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def record_options(flags: dict[str, Any]) -> RecordOptions:
+    """Take the record flags out of `flags` and return them as options; the kind follows from the fields named."""
+    names = {entry.name for entry in fields(RecordOptions)} & flags.keys()
+    chosen = {name: flags.pop(name) for name in names}
+    given = {name for name in ("text_field", "messages_field", "prompt_field", "completion_field") if chosen.get(name)}
+    kind = "text"
+    if given & {"prompt_field", "completion_field"}:
+        kind = "instruction"
+    elif "messages_field" in given:
+        kind = "chat"
+    if len({name[:4] if name != "completion_field" else "prom" for name in given}) > 1:
+        raise click.UsageError("--text-field, --messages-field and --prompt-field/--completion-field: choose one kind.")
+    if chosen["chat_template"]:
+        with open(chosen["chat_template"], encoding="utf-8") as file:
+            chosen["chat_template"] = file.read()
+    return RecordOptions(kind=kind, **{name: value for name, value in chosen.items() if value is not None or name == "chat_template"})
+
+
+@main.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option("--out", required=True, help="Dataset directory, or an fsspec URL.")
+@click.option("--tokenizer", required=True, help="Tokenizer directory or hub name.")
+@click.option("--seq-len", type=int, required=True, help="Capacity of a pack, in tokens.")
+@_record_options
+@click.option("--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name.")
+@click.option("--packer", type=click.Choice(PACKER_NAMES), default="auto", show_default=True, help="How segments share packs.")
+@click.option("--max-segments", type=int, help="Most segments in one pack. [default: no limit]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random choice.")
+@click.option("--position-ids/--no-position-ids", default=True, show_default=True, help="Store position ids.")
+@click.option("--window-bytes", type=Size(), help="Corpus bytes in one window, such as 64MiB. [default: by corpus size]")
+@click.option("--workers", type=int, help="Processes. [default: one a core]")
+@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Where windows run.")
+@click.option("--tokenizer-engine", type=click.Choice(["auto", "tokenizers", "fastokens", "gigatoken"]), default="auto",
+              show_default=True, help="Engine; a fast one is checked against tokenizers all along.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted build.")
+@click.option("--overwrite", is_flag=True, help="Remove an older dataset there first.")
+@click.option("--windows", help="Only windows i, i+n, i+2n …, as i::n, for job arrays.")
+@click.option("--finalize", is_flag=True, help="Run no window; commit what is there.")
+@click.option("--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="At a bad record.")
+@click.option("--max-rejected", type=float, default=0.01, show_default=True, help="Share of bad records that stops a build.")
+@click.option("--progress/--no-progress", default=None, help="Progress on stderr. [default: on a terminal]")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest's figures as JSON.")
+def build(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) -> None:
+    """Turn a corpus into packed shards.
+
+    SOURCE is a file, glob, directory, - (JSONL on stdin), save_to_disk folder, hf:NAME or an fsspec URL; NAME=SOURCE
+    names it for reports and mixing.
+
+    \b
+    Example:
+      pack build corpus/*.jsonl.gz --tokenizer ./tokenizer --seq-len 4096 --out data/corpus
+      pack build chats.jsonl --messages-field messages --tokenizer ./tokenizer --seq-len 8192 --out data/chats
+    """
+    from pipeline.builder import build as run_build
+    from pipeline.progress import RichProgress
+    from pipeline.recipe import read_recipe
+
+    records = record_options(flags)
+    config = BuildConfig(
+        records=records,
+        source_records=read_recipe(recipe, records) if recipe else {},
+        workers=workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or os.cpu_count() or 1,
+        **flags,
+    )
+    with RichProgress(config.progress) as progress:
+        try:
+            manifest = run_build(config, progress)
+        except KeyboardInterrupt:
+            progress.say(f"{config.out}: stopped; the windows that are done are kept. Add --resume to continue.")
+            raise SystemExit(130) from None
+    if as_json:
+        click.echo(json.dumps({key: value for key, value in manifest.items() if key != "shards"}))
+    elif "unfinished" not in manifest:
+        from pipeline.report import summary_lines
+
+        click.echo("\n".join(summary_lines(manifest, config.out)))
+
+
+@main.command()
+@click.argument("dataset", type=click.Path())
+@click.option("--level", type=click.Choice(["size", "sample", "full"]), default="full", show_default=True, help="How much to read.")
+@click.option("--vocab-size", type=int, help="Also demand every token id below this, a model's vocabulary.")
+@click.option("--against", multiple=True, metavar="SOURCE", help="Re-tokenize SOURCE and find every document (repeatable).")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str, ...], as_json: bool) -> None:
+    """Check a dataset rule by rule.
+
+    Exit code 1 when any rule of docs/format.md is broken; every broken rule is one line.
+
+    \b
+    Example:
+      pack verify data/corpus
+      pack verify data/corpus --against corpus.jsonl
+    """
+    from dataclasses import asdict
+
+    from shards.rules import verify as run_verify
+
+    report = run_verify(dataset, level, vocab_size)
+    if against and report.ok:
+        from pipeline.against import compare_with_sources
+
+        compare_with_sources(dataset, against, report)
+    if as_json:
+        click.echo(json.dumps(asdict(report) | {"ok": report.ok}))
+    for problem in report.problems if not as_json else ():
+        click.echo(problem.message, err=True)
+    if not as_json and report.ok:
+        click.echo(
+            f"{dataset}: sound ({level}: {report.shards_checked} shards, {report.packs_checked:,} packs, "
+            f"{report.tokens_checked:,} tokens checked)" + (f"; {report.against}" if report.against else "")
+        )
+    if not report.ok:
+        raise SystemExit(1)

@@ -1,0 +1,181 @@
+"""Where windows run: on this machine or on a Ray cluster.
+
+An engine takes a job and an iterator of tasks and yields each window's record as it is done, in any order. It holds at
+most two tasks per worker, so memory does not grow with the corpus. Engines know nothing of packing; the bytes of a
+window depend on the plan alone. To add one, write such a function and enter it in `ENGINES`.
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline.stores import open_store
+from pipeline.tokenizing import Encoder
+from pipeline.window import Job, Task, Tick, run_window
+from shards.errors import PackError
+from shards.publish import Store
+
+TRIES = 3
+Record = dict[str, Any]
+
+_worker: "Worker | None" = None
+
+
+class Worker:
+    """What one process loads once: the store and the tokenizer."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.store: Store = open_store(job.out)
+        with tempfile.TemporaryDirectory() as directory:
+            for name, data in job.tokenizer_files.items():
+                (Path(directory) / name).write_bytes(data)
+            self.encoder = Encoder(directory, engine=job.tokenizer_engine)
+
+    def run(self, task: Task, tick: Tick) -> Record:
+        """Build one window."""
+        return run_window(self.job, task, self.store, self.encoder, tick)
+
+
+def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
+    """Run windows in spawned processes, or in this one where one worker suffices.
+
+    A worker that dies breaks the pool; it is rebuilt, and the windows that were in flight run again one at a time, so
+    that a window which kills its worker is found out and blamed alone, after `TRIES` tries.
+    """
+    if workers == 1:
+        worker = Worker(job)
+        for task in tasks:
+            yield worker.run(task, tick)
+        return
+    suspects: list[Task] = []
+    tries: dict[int, int] = {}
+    context = multiprocessing.get_context("spawn")
+    progress = context.Array("q", 3)
+    pool = _new_pool(job, workers, context, progress)
+    flying: dict[Future[Record], Task] = {}
+    try:
+        while True:
+            room = (0 if flying else 1) if suspects else 2 * workers - len(flying)
+            for task in [suspects.pop(0)] if suspects and room else list(islice(tasks, max(room, 0))):
+                flying[pool.submit(_run_task, task)] = task
+            if not flying:
+                return
+            done, _ = wait(flying, timeout=0.2, return_when=FIRST_COMPLETED)
+            _drain(progress, tick)
+            for future in done:
+                task = flying[future]
+                try:
+                    record = future.result()
+                except BrokenProcessPool:
+                    if len(flying) == 1:  # alone in the pool: it is the one
+                        tries[task.window] = tries.get(task.window, 0) + 1
+                    if tries.get(task.window, 0) >= TRIES:
+                        raise PackError(
+                            f"{task.describe(job.sources)}: its worker died {TRIES} times; expected it to finish. "
+                            "Look for a lack of memory (smaller --window-bytes or fewer --workers), then --resume."
+                        ) from None
+                    suspects.extend(flying.values())
+                    flying.clear()
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    pool = _new_pool(job, workers, context, progress)
+                    break
+                del flying[future]
+                yield record
+    finally:
+        _kill(pool)
+
+
+def _new_pool(job: Job, workers: int, context: Any, progress: Any) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job, progress))
+
+
+def _start_worker(job: Job, progress: Any) -> None:
+    global _worker, _progress
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops us
+    _worker = Worker(job)
+    _progress = progress
+
+
+_progress: Any = None
+
+
+def _run_task(task: Task) -> Record:
+    assert _worker is not None
+    return _worker.run(task, _tick)
+
+
+def _tick(documents: int, tokens: int, raw_bytes: int) -> None:
+    with _progress.get_lock():
+        for slot, amount in enumerate((documents, tokens, raw_bytes)):
+            _progress[slot] += amount
+
+
+def _drain(progress: Any, tick: Tick) -> None:
+    with progress.get_lock():
+        amounts = tuple(progress)
+        progress[:] = [0, 0, 0]
+    tick(*amounts)
+
+
+def _kill(pool: ProcessPoolExecutor) -> None:
+    """End a pool now: after an error or Ctrl-C nobody waits for half a window."""
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join()
+
+
+def run_ray(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
+    """Run windows as Ray tasks on the cluster that RAY_ADDRESS names, or on a local one.
+
+    Ray retries a task whose worker died or failed, `TRIES` times in all. The output must be a place that every node
+    reaches: a shared file system or an object store.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PackError("--engine ray: ray is not installed; expected the extra. Run pip install 'shardpack[ray]'.") from error
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False, num_cpus=None if os.environ.get("RAY_ADDRESS") else workers)
+    shared = ray.put(job)
+    remote = ray.remote(num_cpus=1, max_retries=TRIES - 1, retry_exceptions=[OSError, MemoryError])(_ray_task)
+    flying: dict[Any, Task] = {}
+    while True:
+        for task in islice(tasks, 2 * workers - len(flying)):
+            flying[remote.remote(shared, task)] = task
+        if not flying:
+            return
+        for reference in ray.wait(list(flying), num_returns=1)[0]:
+            task = flying.pop(reference)
+            try:
+                record: Record = ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayError as error:
+                raise PackError(
+                    f"{task.describe(job.sources)}: its Ray worker died {TRIES} times ({type(error).__name__}); "
+                    "expected it to finish. Look for a lack of memory, then --resume."
+                ) from error
+            documents, tokens = record["counts"]["documents"]["read"], record["counts"]["tokens"]["read"]
+            tick(documents, tokens, record["raw_bytes"])
+            yield record
+
+
+def _ray_task(job: Job, task: Task) -> Record:
+    global _worker
+    if _worker is None or _worker.job.plan_id != job.plan_id:
+        _worker = Worker(job)
+    return _worker.run(task, lambda documents, tokens, raw_bytes: None)
+
+
+ENGINES: dict[str, Callable[[Job, Iterator[Task], int, Tick], Iterator[Record]]] = {"local": run_local, "ray": run_ray}
