@@ -2,9 +2,9 @@
 
 Registered with transformers' `AttentionInterface` and with no mask function, so that transformers builds no mask at all
 (0 host syncs per forward; its own packed paths cost 1 to 9). The boundaries come as `cu_seq_lens_q` and `max_length_q`,
-keyword arguments that every supported model hands through. A new backend is an entry in `ATTENTION_BACKENDS`, in the order
-in which `auto` tries them; each says why it cannot serve a model. A sliding window W counts the current token, as in
-transformers; flash kernels count only the tokens before it, hence W - 1.
+keyword arguments that a supported model hands through. A new backend is an entry in `ATTENTION_BACKENDS`, in the order
+in which `auto` tries them; each says why it cannot serve a model. A sliding window W counts the current token, as it
+does in transformers; flash kernels count only the tokens before it, hence W - 1.
 """
 
 import functools
@@ -70,9 +70,9 @@ class Attend(Protocol):
 class Backend:
     """A way to compute attention over packed rows.
 
-    Calling it takes `q` (T, H, D), `k` (T, H_kv, D), `v` (T, H_kv, D_v), all of one dtype; `cu_seqlens` int32 (n + 1,), last
-    exactly T, repeated offsets allowed; `max_seqlen`, at least the longest segment; `window`, tokens a query sees with
-    itself counted, None for all; `scale` on the scores. It returns (T, H, D_v).
+    Calling it takes `q` (T, H, D), `k` (T, H_kv, D), `v` (T, H_kv, D_v), all of one dtype; `cu_seqlens` int32 (n + 1,),
+    last exactly T, repeated offsets allowed; `max_seqlen`, at least the longest segment; `window`, the tokens that a
+    query sees, itself counted, None for all; `scale`, a factor on the scores. It returns (T, H, D_v).
     """
 
     attend: Attend
@@ -119,7 +119,8 @@ def _flash_4(
     q, k, v = _pad_heads(q, k, v)
     # Keywords only: the fourth positional argument is `qv` here and `cu_seqlens_q` in flash-attn 2.
     out = flash_attn_varlen_func(
-        q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
+        q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
         softmax_scale=scale, causal=True, window_size=(None, None) if window is None else (window - 1, 0),
     )  # fmt: skip
     return cast(Tensor, out[0] if isinstance(out, tuple) else out)[..., :value_dim]
@@ -144,7 +145,8 @@ def _flash_2(
     value_dim = v.shape[-1]
     q, k, v = _pad_heads(q, k, v)
     out = flash_attn_varlen_func(
-        q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
+        q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
         dropout_p=0.0, softmax_scale=scale, causal=True, window_size=(-1, -1) if window is None else (window - 1, 0),
     )  # fmt: skip
     return cast(Tensor, out)[..., :value_dim]
@@ -178,9 +180,7 @@ def _torch(
     # 2.11 takes fewer key heads as they are; later versions want to be told.
     extra = {"enable_gqa": True} if grouped and "enable_gqa" in names else {}
     left = -1 if window is None else window - 1
-    out = function(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=(left, 0), **extra
-    )
+    out = function(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=(left, 0), **extra)
     return out[..., :value_dim]
 
 
@@ -210,20 +210,21 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Ten
     return torch.cat(parts, dim=-2)
 
 
+@torch.compiler.disable  # compiled, it would be rebuilt for every new list of lengths
 def _segment_loop(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int | None, scale: float
 ) -> Tensor:
     lengths = cu_seqlens.diff().tolist()
     outputs = []
     # One split, not slices: the backward of n slices would write n gradients of full size.
-    for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+    for parts in zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True):
         if not len(parts[0]):
             continue
-        heads = [x.transpose(0, 1).unsqueeze(0) for x in parts]
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in parts)
         if window is not None and window < len(parts[0]):
-            out = _windowed(*heads, window, scale)
+            out = _windowed(query, key, value, window, scale)
         else:
-            out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         outputs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 
@@ -237,12 +238,37 @@ ATTENTION_BACKENDS: dict[str, Backend] = {
 }
 
 
-def pick_backend(name: str, needs: Needs) -> tuple[str, list[str]]:
+def disagreement(backend: Backend, needs: Needs, window: int | None) -> str | None:
+    """Hold a backend against the segment loop in fp32, on random heads of the model's widths, forward and backward.
+
+    Returns:
+        None if they agree, otherwise what went wrong.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([0, 1, 33, 200, 0, 70])
+    cu_seqlens = lengths.cumsum(0).to(needs.device, torch.int32)
+    shapes = [(304, 4, needs.head_dim), (304, 2, needs.head_dim), (304, 2, needs.value_dim), (304, 4, needs.value_dim)]
+    *heads, upstream = (torch.randn(shape, generator=generator).to(needs.device, needs.dtype) for shape in shapes)
+    results = []
+    for attend, dtype in ((backend, needs.dtype), (ATTENTION_BACKENDS["cpu"], torch.float32)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in heads]
+        q, k, v = leaves
+        try:
+            out = attend(q, k, v, cu_seqlens, 200, window, needs.head_dim**-0.5)
+            results.append([out, *torch.autograd.grad(out, leaves, upstream.to(dtype))])
+        except (ImportError, AttributeError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+            return f"fails on this machine ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
+    worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True))
+    return None if worst < 2e-2 else f"differs from plain attention by {worst:.1e} (window {window})"
+
+
+def pick_backend(name: str, needs: Needs, *, prove: bool = False) -> tuple[str, list[str]]:
     """Choose the backend for a model.
 
     Args:
         name: A key of `ATTENTION_BACKENDS`, which forces it, or `auto` for the first that can.
         needs: What the model asks for.
+        prove: Also hold each candidate against the segment loop (seconds, where a kernel is compiled).
 
     Returns:
         The chosen key, and one readable line for each backend passed over and for the choice.
@@ -250,19 +276,20 @@ def pick_backend(name: str, needs: Needs) -> tuple[str, list[str]]:
     Raises:
         ModelError: The forced backend is unknown or cannot serve these needs.
     """
-    if name != "auto":
-        if name not in ATTENTION_BACKENDS:
-            raise ModelError(f"--attention {name}: no such backend. Use one of: auto, {', '.join(ATTENTION_BACKENDS)}")
-        if reason := ATTENTION_BACKENDS[name].can(needs):
-            raise ModelError(f"--attention {name}: {reason}. Use --attention auto, or another backend")
-        return name, [f"attention {name}: asked for"]
-    lines = []
+    if name != "auto" and name not in ATTENTION_BACKENDS:
+        raise ModelError(f"--attention {name}: no such backend. Use one of: auto, {', '.join(ATTENTION_BACKENDS)}")
+    lines: list[str] = []
     for key, backend in ATTENTION_BACKENDS.items():
-        if (reason := backend.can(needs)) is None:
-            slow = " (one host sync per layer: slow on a GPU)" if key == "cpu" and needs.device.type == "cuda" else ""
-            return key, [*lines, f"attention {key}: chosen{slow}"]
+        if name not in ("auto", key):
+            continue
+        reason = backend.can(needs)
+        if reason is None and prove and key != "cpu":
+            reason = disagreement(backend, needs, None) or disagreement(backend, needs, 50)
+        if reason is None:
+            slow = ", one host sync per layer" if key == "cpu" and needs.device.type == "cuda" else ""
+            return key, [*lines, f"attention {key}: {'chosen' if name == 'auto' else 'asked for'}{slow}"]
         lines.append(f"attention {key}: passed over, {reason}")
-    raise AssertionError("the segment loop serves everything")
+    raise ModelError(f"--attention {lines[0].removeprefix('attention ')}. Use --attention auto, or another backend")
 
 
 def _compute_dtype(value: Tensor) -> torch.dtype:
@@ -273,9 +300,7 @@ def _compute_dtype(value: Tensor) -> torch.dtype:
 
 def needs_of(query: Tensor, value: Tensor) -> Needs:
     """Return the needs of heads shaped (..., D)."""
-    return Needs(
-        device=query.device, dtype=_compute_dtype(value), head_dim=query.shape[-1], value_dim=value.shape[-1]
-    )
+    return Needs(device=query.device, dtype=_compute_dtype(value), head_dim=query.shape[-1], value_dim=value.shape[-1])
 
 
 @functools.cache
@@ -294,7 +319,7 @@ def _refuse_unless_plain(module: nn.Module, query: Tensor, key: Tensor, mask: An
             "its attention layers. Use another model, or a bucketed dataset"
         )
     if query.shape[0] != 1:
-        raise ModelError(f"{where}: batch of {query.shape[0]}; packed rows lie end to end in a batch of 1. Flatten them")
+        raise ModelError(f"{where}: a batch of {query.shape[0]}; packed rows lie end to end in one row. Flatten them")
     if query.shape[-2] != key.shape[-2]:
         raise ModelError(
             f"{where}: {query.shape[-2]} queries but {key.shape[-2]} keys; training has no cache. Pass use_cache=False"
@@ -307,8 +332,8 @@ def _refuse_unless_plain(module: nn.Module, query: Tensor, key: Tensor, mask: An
     for name, value in extra.items():
         if name not in _HARMLESS and value is not None and value is not False:
             raise ModelError(
-                f"{where}: needs {_NAMED.get(name, f'the attention argument {name!r}')}, which packed attention leaves out. "
-                "Use another model, or a bucketed dataset"
+                f"{where}: needs {_NAMED.get(name, f'the attention argument {name!r}')}, which packed attention leaves "
+                "out. Use another model, or a bucketed dataset"
             )
 
 
@@ -343,8 +368,10 @@ def packrow(
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     name = kwargs.get(BACKEND_KEYWORD) or _default_backend(needs_of(query, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    window = kwargs.get("sliding_window")
-    out = ATTENTION_BACKENDS[name](q, k, v, kwargs["cu_seq_lens_q"], kwargs["max_length_q"], window, scale)
+    window = kwargs.get("sliding_window") or -1
+    out = ATTENTION_BACKENDS[name](
+        q, k, v, kwargs["cu_seq_lens_q"], kwargs["max_length_q"], window if window > 0 else None, scale
+    )
     return out.unsqueeze(0), None
 
 

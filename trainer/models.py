@@ -1,18 +1,18 @@
-"""A model by name, directory or configuration -> a model that is ready for packed rows, and what was found out about it.
+"""A model by name, directory or configuration -> a model ready for packed rows, and what was found out about it.
 
 Nothing about a model changes in silence: attention dropout set to 0 is noted, weights missing from a checkpoint and ids
 beyond the vocabulary are errors, embeddings are never resized.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shards.errors import ModelError
-from trainer.attention import IMPLEMENTATION, pick_backend, register
+from trainer.attention import IMPLEMENTATION, Needs, pick_backend, register
 from trainer.guard import ModelReport, inspect_model, refusal
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -65,23 +65,24 @@ def _without_attention_dropout(config: Any) -> list[str]:
     return notes
 
 
-def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
     """Return the model with random weights for a JSON file, with its own otherwise."""
     from transformers import AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM
     try:
         if Path(name).suffix == ".json":
             with device:
-                return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, output_loading_info=True
+                return auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        model, info = auto.from_pretrained(
+            name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"{name}: cannot load a causal language model: {_first_line(error)}. Check the name") from error
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(f"{name}: cannot load a causal model: {_first_line(error)}. Check the name") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"{name}: {len(missing)} weights are not in the checkpoint and would start random, first {missing[0]}; expected "
-            "all. Use a complete checkpoint, or the path of its config.json to start from random weights"
+            f"{name}: {len(missing)} weights are not in the checkpoint and would start random, first {missing[0]}; "
+            "expected all. Use a complete checkpoint, or the path of its config.json to start from random weights"
         )
     return model.to(device)
 
@@ -111,21 +112,30 @@ def load_model(
     register()
     device = torch.device(device)
     config = load_config(name)
-    notes = _without_attention_dropout(config)
-    model = _build(name, config, dtype, device)
-    report = inspect_model(model, name)
-    if not report.accepted:
-        if packed:
-            raise ModelError(f"{name} ({report.model_type}): the model {report.reason}. Use another model, or a bucketed dataset")
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-        notes.append(f"native attention on rectangles: the model {report.reason}")
-        return LoadedModel(model=model.train(), backend=None, report=report, notes=[*notes, *report.notes])
-    widest = max(report.needs, key=lambda needs: max(needs.head_dim, needs.value_dim))
-    needs = type(widest)(
-        device=device, dtype=compute_dtype or widest.dtype, head_dim=widest.head_dim, value_dim=widest.value_dim
-    )
-    backend, lines = pick_backend(attention, needs)
-    return LoadedModel(model=model.train(), backend=backend, report=report, notes=[*notes, *lines, *report.notes])
+    reason = refusal(config)
+    report = ModelReport(name=name, model_type=config.model_type, reason=reason)
+    if reason is None:
+        notes = _without_attention_dropout(config)
+        model = _build(name, config, dtype, device, IMPLEMENTATION)
+        report = inspect_model(model, name)
+    if report.accepted:
+        needs = replace(_widest(report.needs), dtype=compute_dtype or dtype)
+        backend, lines = pick_backend(attention, needs, prove=True)
+        return LoadedModel(model=model, backend=backend, report=report, notes=[*notes, *lines, *report.notes])
+    if packed:
+        raise ModelError(
+            f"{name} ({report.model_type}): the model {report.reason}. Use another model, or a bucketed dataset"
+        )
+    model = _build(name, load_config(name), dtype, device, "eager")
+    if model._supports_sdpa:
+        model.set_attn_implementation("sdpa")
+    report.vocab_size = model.get_input_embeddings().weight.shape[0]
+    note = f"rows hold one document each and run on native attention: the model {report.reason}"
+    return LoadedModel(model=model, backend=None, report=report, notes=[note])
+
+
+def _widest(needs: list[Needs]) -> Needs:
+    return max(needs, key=lambda each: max(each.head_dim, each.value_dim))
 
 
 def check_model(name: str) -> ModelReport:
@@ -139,10 +149,10 @@ def check_model(name: str) -> ModelReport:
         return ModelReport(name=name, model_type=config.model_type, reason=reason)
     register()
     _without_attention_dropout(config)
-    return inspect_model(_build(name, config, torch.float32, torch.device("cpu")), name)
+    return inspect_model(_build(name, config, torch.float32, torch.device("cpu"), IMPLEMENTATION), name)
 
 
-def check_segments(report: ModelReport, config: Any, max_seqlen: int) -> list[str]:
+def check_segments(report: ModelReport, max_seqlen: int) -> list[str]:
     """Hold the longest segment of a dataset against a model's positions; positions restart in every segment.
 
     Returns:
@@ -154,10 +164,10 @@ def check_segments(report: ModelReport, config: Any, max_seqlen: int) -> list[st
     limit = report.max_positions
     if limit is None or max_seqlen <= limit:
         return []
-    if report.learned_positions:
+    if report.position_limit is not None:
         raise ModelError(
-            f"{report.name}: its position table ends at {limit}, the longest segment has {max_seqlen} tokens. Build the "
-            f"dataset with --seq-len {limit} or less"
+            f"{report.name}: the longest segment has {max_seqlen} tokens, the model takes {limit} "
+            f"({report.position_limit}). Build the dataset with --seq-len {limit} or less"
         )
     return [f"the longest segment has {max_seqlen} tokens; the model was made for {limit}"]
 
@@ -170,6 +180,6 @@ def check_vocabulary(report: ModelReport, max_token_id: int) -> None:
     """
     if max_token_id >= report.vocab_size:
         raise ModelError(
-            f"{report.name}: token id {max_token_id} in the dataset, but the model has {report.vocab_size} embeddings. Build "
-            "the dataset with this model's tokenizer, or enlarge the model's embeddings and save it first"
+            f"{report.name}: token id {max_token_id} in the dataset, but only {report.vocab_size} embeddings in the "
+            "model. Build the dataset with this model's tokenizer, or enlarge the embeddings and save the model first"
         )

@@ -1,0 +1,68 @@
+"""What is held against each other before the first step: dataset, model, tokenizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shards import Dataset, PackError
+from trainer.config import TrainConfig
+from trainer.guard import ModelReport
+from trainer.models import check_segments, check_vocabulary
+
+_TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+
+
+def check_dataset(dataset: Dataset, report: ModelReport, model: Any, config: TrainConfig) -> list[str]:
+    """Hold a dataset against the model that shall learn from it.
+
+    Returns:
+        Notes for a person.
+
+    Raises:
+        PackError: Training would fail, or succeed at the wrong thing.
+    """
+    if not len(dataset):
+        raise PackError(f"{dataset.path}: has no packs; expected some. Build it from a corpus with documents.")
+    if dataset.packer == "unpacked" and not config.force:
+        raise PackError(
+            f"{dataset.path}: is unpacked, one document in a row; a row costs a whole pack's share of the step. "
+            "Build it with --packer auto, or pass --force."
+        )
+    check_vocabulary(report, dataset.max_token_id)
+    notes = check_segments(report, int(dataset.index.max_seqlen.max()))
+    return notes + check_tokenizer(dataset, config.model, config.force)
+
+
+def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:
+    """Hold a dataset's tokenizer against the model's own, where it has one.
+
+    Raises:
+        PackError: They differ, and `force` is off.
+    """
+    ours, theirs = dataset.path / "tokenizer" / "tokenizer.json", _tokenizer_file(model)
+    if theirs is None or not ours.exists():
+        return ["tokenizer: the model brings none to compare the dataset's with"]
+    left, right = (json.loads(path.read_text(encoding="utf-8")) for path in (ours, theirs))
+    differing = [part for part in _TOKENIZER_PARTS if left.get(part) != right.get(part)]
+    if not differing:
+        return []
+    message = f"{dataset.path}: its tokenizer differs from the one of {model} ({', '.join(differing)})"
+    if force:
+        return [message]
+    raise PackError(f"{message}; the same ids would mean other text. Build with --tokenizer {model}, or pass --force.")
+
+
+def _tokenizer_file(model: str) -> Path | None:
+    if Path(model).suffix == ".json":
+        return None
+    if Path(model).is_dir():
+        file = Path(model) / "tokenizer.json"
+        return file if file.exists() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        model, "tokenizer.json", _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return Path(found) if found else None
