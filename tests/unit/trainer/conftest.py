@@ -1,0 +1,99 @@
+"""Small datasets of random documents and tiny models, for every test of the trainer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.cutting import cut
+from pipeline.gather import WindowTokens, gather
+from pipeline.packing import PACKERS
+from shards import Dataset
+from shards.manifest import commit, empty_counts, length_histogram
+from shards.plan import plan_id
+from shards.publish import LocalStore, canonical
+from shards.schema import FORMAT, VERSION, layout_of
+from shards.writer import encode_index, write_shard
+
+VOCAB = 97
+
+Document = tuple[list[int], list[int]]
+"Ids, and which of them are targets."
+
+
+def random_documents(number: int, longest: int, seed: int = 0, shortest: int = 2) -> list[Document]:
+    """Documents of random lengths and ids; about two thirds of the tokens are targets, never the first."""
+    rng = np.random.default_rng(seed)
+    documents = []
+    for length in rng.integers(shortest, longest + 1, number):
+        mask = (rng.random(length) < 0.67).astype(int)
+        mask[0], mask[-1] = 0, 1
+        documents.append((rng.integers(0, VOCAB, length).tolist(), mask.tolist()))
+    return documents
+
+
+def write_dataset(
+    path: Path, sources: dict[str, list[Document]], seq_len: int, packer: str = "ffd", max_id: int = VOCAB - 1
+) -> Dataset:
+    """Write a finished dataset, one window for each source."""
+    tokenizer = {"digest": "0" * 64, "vocab_size": max_id + 1, "max_id": max_id}
+    plan = {
+        "format": FORMAT, "version": VERSION, "recipe": 1, "seq_len": seq_len, "seed": 0, "position_ids": True,
+        "packer": {"name": packer, "max_segments": None}, "tokenizer": tokenizer,
+        "sources": [{"name": name} for name in sources], "windows": [], "part_bytes": 0,
+    }  # fmt: skip
+    store = LocalStore(path)
+    store.create()
+    store.put("plan.json", canonical(plan))
+    layout, sidecars = layout_of(plan), []
+    for window, (name, documents) in enumerate(sources.items()):
+        lengths = np.array([len(ids) for ids, _ in documents], np.int64)
+        tokens = WindowTokens(
+            input_ids=np.concatenate([ids for ids, _ in documents]).astype(np.int32),
+            loss_mask=np.concatenate([mask for _, mask in documents]).astype(np.uint8),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]),
+            doc_ids=np.arange(len(documents), dtype=np.int64) + (window << 32),
+        )
+        segments = cut(lengths, seq_len, "split")
+        rows = gather(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
+        sidecars.append(
+            {
+                "window": window, "source": name, "counts": empty_counts(), "bound_packs": 0, "longest": [],
+                "lengths": length_histogram(lengths), "segment_lengths": length_histogram(segments.length),
+                "shard": write_shard(store, layout, plan_id(plan), window, rows), "rejected": [],
+                "index": encode_index(rows.index()),
+                "facts": {"stages_s": {}, "tokenizer": {"engine": "", "version": "", "guard": {"result": ""}}},
+            }
+        )  # fmt: skip
+    commit(store, plan, sidecars, {}, {})
+    return Dataset(path)
+
+
+MODELS = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 1},
+    "mistral-window": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 5},
+}
+
+
+@pytest.fixture
+def model_config(tmp_path: Path) -> Callable[..., str]:
+    """Write the configuration of a tiny model and return its path."""
+
+    def write(kind: str = "llama", **extra: object) -> str:
+        config = {
+            "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+        }  # fmt: skip
+        path = tmp_path / f"{kind}.json"
+        path.write_text(json.dumps(config | MODELS[kind] | extra))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    """Sixty documents of 2 to 40 tokens in packs of 48."""
+    return write_dataset(tmp_path / "dataset", {"main": random_documents(60, 40)}, 48)

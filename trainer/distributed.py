@@ -1,0 +1,136 @@
+"""Processes and devices: one process per device, started by torchrun or alone.
+
+DDP keeps a full copy on each device; FSDP2 (`shard="full"`) keeps a slice of every layer and gathers a layer when it
+runs. Both average gradients over processes, so the loop multiplies its loss by the number of processes. Checkpoints use
+a process group of their own: their collectives run in a thread beside the training step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shards.errors import PackError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    started: bool = False
+    "Whether `start` made the process group, so that `stop` ends it."
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes metrics and prints."""
+        return self.rank == 0
+
+
+def start(device: str | None) -> World:
+    """Join the processes that torchrun started, or run alone.
+
+    Args:
+        device: "cuda", "cpu", or None for cuda where there is one.
+
+    Raises:
+        PackError: cuda is asked for and there is none.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind.startswith("cuda") and not torch.cuda.is_available():
+        raise PackError("--device cuda: this torch sees no CUDA device. Use --device cpu, or install torch for CUDA.")
+    size = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun speaks through these
+    if kind == "cuda":
+        kind = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
+        torch.cuda.set_device(kind)
+    if size == 1 and not dist.is_initialized():
+        return World(device=torch.device(kind))
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo")
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(kind), started=started)
+
+
+def stop(world: World) -> None:
+    """Leave the process group that `start` made."""
+    if world.started:
+        dist.destroy_process_group()
+
+
+def total(values: Iterable[float | torch.Tensor], world: World) -> list[float]:
+    """Sum figures over all processes; waits for the device."""
+    stacked = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
+    if world.size > 1:
+        dist.all_reduce(stacked)
+    return [float(v) for v in stacked.tolist()]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a transformers model, in order."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    return [module for module in base.modules() if type(module).__name__ in names]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A model as the loop runs it."""
+
+    module: nn.Module
+    "What to call."
+    accumulate: Callable[[], AbstractContextManager[Any]]
+    "Context of a micro-batch whose gradients wait for the next one."
+
+
+def parallelize(module: nn.Module, model: nn.Module, world: World, shard: str, dtype: str) -> Parallel:
+    """Spread a model over the processes.
+
+    Args:
+        module: What the loop calls; holds `model`.
+        model: The transformers model inside.
+        shard: "none" for DDP, "full" for FSDP2.
+        dtype: The run's dtype: under "bf16" FSDP2 casts each layer as it gathers it, and reduces in fp32.
+    """
+    if shard == "full":
+        return _fully_sharded(module, model, dtype, world)
+    if world.size == 1:
+        return Parallel(module, nullcontext)
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    ddp = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+    return Parallel(ddp, ddp.no_sync)
+
+
+def _fully_sharded(module: nn.Module, model: nn.Module, dtype: str, world: World) -> Parallel:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        raise PackError("--shard full: there is one process; expected several. Start it with torchrun --nproc-per-node N.")
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if dtype == "bf16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # the root keeps embeddings and head gathered until the end of the backward pass: the chunked loss reads the head
+    root = fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    class Accumulate:
+        def __enter__(self) -> None:
+            root.set_requires_gradient_sync(False)
+
+        def __exit__(self, *_: object) -> None:
+            root.set_requires_gradient_sync(True)
+
+    return Parallel(root, Accumulate)

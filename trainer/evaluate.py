@@ -1,0 +1,53 @@
+"""Loss on held-out packs: summed over tokens, so neither packing nor the number of processes changes it."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shards import Dataset, PackError
+from trainer.distributed import World, total
+from trainer.loader import feed, whole_dataset
+from trainer.loss import PackedLM
+
+
+def evaluate(
+    module: nn.Module,
+    lm: PackedLM,
+    dataset: Dataset,
+    world: World,
+    *,
+    tokens_per_batch: int,
+    static_shapes: bool = False,
+    autocast: AbstractContextManager[Any],
+) -> dict[str, float]:
+    """Score every target of a dataset once.
+
+    Args:
+        module: What to call: `lm`, or `lm` inside DDP or FSDP2.
+        tokens_per_batch: Tokens in a batch.
+
+    Returns:
+        `eval_loss`, mean loss of a target in nats; `eval_perplexity`; `eval_targets`.
+
+    Raises:
+        PackError: The dataset has no target.
+    """
+    targets = int(dataset.index.num_targets.sum(dtype="int64"))
+    if not targets:
+        raise PackError(f"{dataset.path}: has no targets to evaluate on. Build it from documents that have some.")
+    weighting, lm.weighting = lm.weighting, "token"
+    module.eval()
+    summed = torch.zeros((), dtype=torch.float64, device=world.device)
+    batches = whole_dataset(dataset, tokens_per_batch, world.rank, world.size)
+    with torch.no_grad(), autocast:
+        for batch, _ in feed(dataset, batches, tokens_per_batch, world.device, static_shapes):
+            summed += module(batch)
+    module.train()
+    lm.weighting = weighting
+    loss = total([summed], world)[0] / targets
+    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_targets": targets}

@@ -1,0 +1,293 @@
+"""Batches of a dataset in training order, ready before the step asks.
+
+One thread copies packs into a few reusable host buffers and asks the kernel for the rows to come; the caller's thread
+only starts the copy to the device. Which packs make a step comes from `shards.order` and does not depend on the number
+of processes; the state is a few integers, so any step of any epoch starts at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from shards import Dataset, PackError
+from shards.schema import PAD_MULTIPLE
+from trainer.batch import Batch, HostBuffers, Shape
+
+Note = TypeVar("Note")
+
+STATE_VERSION = 1
+PREFETCH = 2  # batches prepared ahead: one is enough to hide the copy, the second hides a slow page
+ADVISED_PACKS = 16  # packs that the kernel is asked to read ahead
+
+
+class Step(NamedTuple):
+    """One optimizer step as one process sees it, known before it runs."""
+
+    batches: list[np.ndarray]
+    "Pack ids of each micro-batch of this process; ~id is a pack without targets that only fills up the step."
+    num_tokens: int
+    "Tokens of the step, over all processes."
+    num_targets: int
+    "Targets of the step, over all processes."
+    divisor: int
+    "What the summed loss of the step is divided by: targets, or segments that have one; at least 1."
+    straggler: float
+    "Cost of the slowest process over the mean."
+
+
+class PackLoader:
+    """Iterate the micro-batches of one process.
+
+    `for batch in loader` runs to the end of the current epoch; the next loop runs the next epoch. Iterating costs no
+    communication. `len(loader)` counts the micro-batches of a whole epoch, the same on every process.
+
+    Args:
+        dataset: What to read.
+        tokens_per_batch: Tokens in a micro-batch, at least `dataset.seq_len`; None for one pack.
+        packs_per_step: Packs in a step over all processes; None for one micro-batch on each.
+        seed: Seed of the order.
+        order: "shuffled" or "cost-grouped".
+        last_step: "drop" or "pad".
+        mix: (source, weight) pairs; empty for every pack once an epoch.
+        mix_by: What the weights count.
+        mix_stop: When a mixed epoch ends.
+        rank: This process.
+        world_size: Number of processes.
+        device: Where batches go.
+        static_shapes: Fill every batch up to the same length, for compiled models.
+        weighting: What `divisor` counts: "token" (targets) or "document" (segments with a target).
+        window: Sliding window of the model, for its attention pairs.
+        prefetch: Batches prepared ahead.
+
+    Raises:
+        PackError: A size does not fit, or a source is unknown.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        tokens_per_batch: int | None = None,
+        packs_per_step: int | None = None,
+        seed: int = 0,
+        order: str = "shuffled",
+        last_step: str = "drop",
+        mix: tuple[tuple[str, float], ...] = (),
+        mix_by: str = "tokens",
+        mix_stop: str = "first",
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        static_shapes: bool = False,
+        weighting: str = "token",
+        window: int | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.device, self.weighting, self.window = torch.device(device), weighting, window
+        self.tokens_per_batch, self.static_shapes = tokens_per_batch or dataset.seq_len, static_shapes
+        if self.tokens_per_batch < dataset.seq_len:
+            raise PackError(
+                f"--tokens-per-batch: {self.tokens_per_batch}; expected at least one pack of {dataset.seq_len} tokens."
+            )
+        smallest = self.tokens_per_batch // dataset.seq_len * world_size
+        self.packs_per_step = packs_per_step or smallest
+        if self.packs_per_step % smallest:
+            raise PackError(
+                f"--packs-per-step: {self.packs_per_step}; expected a multiple of {smallest} "
+                f"({smallest // world_size} packs in a micro-batch, {world_size} processes)."
+            )
+        self.batches_per_step = self.packs_per_step // smallest
+        self.steps_taken = 0
+        "Steps handed out whole, over all epochs."
+        self.steps_per_epoch = len(dataset) // self.packs_per_step
+        self._fixed = {"seed": seed, "order": order, "packs_per_step": self.packs_per_step}
+
+    def step_at(self, number):  # STUB until order lands
+        epoch, s = divmod(number, self.steps_per_epoch)
+        perm = np.random.default_rng([self._fixed["seed"], epoch]).permutation(len(self.dataset))
+        rows = perm[s * self.packs_per_step:(s + 1) * self.packs_per_step]
+        deal = rows.reshape(self.batches_per_step, self.world_size, -1)
+        idx = self.dataset.index
+        nt = int(idx.num_targets[rows].sum())
+        return Step(list(deal[:, self.rank]), int(idx.num_tokens[rows].sum()), nt, max(1, nt if self.weighting == "token" else int(idx.num_target_segments[rows].sum())), 1.0)
+
+    def packs_of(self, number):
+        epoch, s = divmod(number, self.steps_per_epoch)
+        perm = np.random.default_rng([self._fixed["seed"], epoch]).permutation(len(self.dataset))
+        return perm[s * self.packs_per_step:(s + 1) * self.packs_per_step]
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch * self.batches_per_step
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch = self.steps_taken // self.steps_per_epoch
+        return self._iterate(range(self.steps_taken, (epoch + 1) * self.steps_per_epoch))
+
+    def forever(self) -> Iterator[Batch]:
+        """Iterate on through epoch after epoch."""
+        return self._iterate(itertools.count(self.steps_taken))
+
+    def _iterate(self, numbers: Iterable[int]) -> Iterator[Batch]:
+        def plan() -> Iterator[tuple[np.ndarray, tuple[Step, int | None]]]:
+            for number in numbers:
+                step = self.step_at(number)
+                for i, rows in enumerate(step.batches):
+                    yield rows, (step, number + 1 if i + 1 == len(step.batches) else None)
+
+        for batch, (step, done) in feed(
+            self.dataset, plan(), self.tokens_per_batch, self.device, self.static_shapes, self.window
+        ):
+            batch["step"] = step
+            if done is not None:
+                self.steps_taken = done
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands: whole steps handed out, whatever is prepared ahead."""
+        return self.state_at(self.steps_taken)
+
+    def state_at(self, steps_taken: int) -> dict[str, Any]:
+        """Return the state after so many steps, as JSON-able values."""
+        epoch, step = divmod(steps_taken, self.steps_per_epoch)
+        return {"version": STATE_VERSION, "dataset_id": self.dataset.dataset_id, "epoch": epoch, "step": step, **self._fixed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where another loader stood; the number of processes may differ.
+
+        Raises:
+            PackError: The state is of another dataset, or of other settings that change the order.
+        """
+        for key, value in self.state_at(0).items():
+            if key not in ("epoch", "step") and state.get(key) != value:
+                raise PackError(
+                    f"{self.dataset.path}: the checkpoint was made with {key} {state.get(key)!r}, this run has {value!r}; "
+                    "other packs would come. Resume with the same dataset and settings, or start a new run."
+                )
+        self.steps_taken = state["epoch"] * self.steps_per_epoch + state["step"]
+
+
+def whole_dataset(dataset: Dataset, tokens_per_batch: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, None]]:
+    """Deal every pack once, in order, the same number of micro-batches to every process.
+
+    Processes that come out short get a pack without targets (~id), so that their collectives match the others'.
+    """
+    if dataset.packer == "bucketed":
+        padded = padded_lengths(dataset)
+        order = np.argsort(padded, kind="stable")
+        groups = np.split(order, np.flatnonzero(np.diff(padded[order])) + 1)
+        batches = [rows for group in groups for rows in _cut(group, tokens_per_batch // int(padded[group[0]]))]
+    else:
+        batches = _cut(np.arange(len(dataset)), tokens_per_batch // dataset.seq_len)
+    for start in range(0, len(batches), world_size):
+        yield (batches[start + rank] if start + rank < len(batches) else np.array([~0])), None
+
+
+def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def padded_lengths(dataset: Dataset) -> np.ndarray:
+    """Return the length to which a bucketed dataset's rows are padded; int64 (num_packs,)."""
+    multiples = -(-dataset.index.max_seqlen.astype(np.int64) // PAD_MULTIPLE)
+    return np.minimum(multiples * PAD_MULTIPLE, dataset.seq_len)
+
+
+def feed(
+    dataset: Dataset,
+    batches: Iterable[tuple[np.ndarray, Note]],
+    tokens_per_batch: int,
+    device: torch.device,
+    static_shapes: bool = False,
+    window: int | None = None,
+) -> Iterator[tuple[Batch, Note]]:
+    """Turn pack ids into micro-batches on a device, prepared ahead by one thread.
+
+    Args:
+        batches: Pack ids of each micro-batch and something to hand on with it; consumed by the thread.
+        tokens_per_batch: Most tokens of a micro-batch, padding included.
+        static_shapes: Fill every micro-batch of a packed dataset up to the same length.
+        window: Sliding window for `window_pairs`.
+
+    Yields:
+        The micro-batch (see `HostBuffers.to_device`) with `num_tokens`, `num_targets`, `attention_pairs` and
+        `window_pairs` as ints, and what came with its ids. Its tensors belong to the caller.
+    """
+    filler = _Filler(dataset, tokens_per_batch, static_shapes, window)
+    source, ahead = iter(batches), deque[tuple[np.ndarray, Note]]()
+    distance = max(PREFETCH, ADVISED_PACKS * dataset.seq_len // tokens_per_batch)
+
+    def prepare(buffers: HostBuffers) -> tuple[HostBuffers, Batch, int, Note] | None:
+        while len(ahead) < distance and (item := next(source, None)) is not None:
+            dataset.advise(np.where(item[0] < 0, ~item[0], item[0]))
+            ahead.append(item)
+        if not ahead:
+            return None
+        rows, note = ahead.popleft()
+        figures, num_rows = filler.fill(buffers, rows)
+        return buffers, figures, num_rows, note
+
+    thread = ThreadPoolExecutor(1, "prefetch")
+    try:
+        pending = deque(
+            thread.submit(prepare, filler.buffers(pin=device.type == "cuda")) for _ in range(PREFETCH + 1)
+        )
+        while (prepared := pending.popleft().result()) is not None:
+            buffers, figures, num_rows, note = prepared
+            batch = buffers.to_device(device, num_rows) | figures
+            pending.append(thread.submit(prepare, buffers))
+            yield batch, note
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+class _Filler:
+    """Fills host buffers with packs of one dataset."""
+
+    def __init__(self, dataset: Dataset, tokens_per_batch: int, static_shapes: bool, window: int | None) -> None:
+        self.dataset, self.window = dataset, window
+        self.capacity = tokens_per_batch
+        self.padded = padded_lengths(dataset) if dataset.packer == "bucketed" else None
+        self.fill_to = tokens_per_batch // dataset.seq_len * dataset.seq_len if static_shapes else None
+        self.longest = int(dataset.index.max_seqlen.max())
+
+    def buffers(self, pin: bool) -> HostBuffers:
+        ids, positions, _, _ = self.dataset.pack(0)
+        most = int(self.dataset.index.num_segments.max())
+        rows = self.capacity // (PAD_MULTIPLE if self.padded is not None else self.dataset.seq_len)
+        return HostBuffers(self.capacity, rows * most + 1, ids.dtype, positions.dtype, pin)
+
+    def fill(self, buffers: HostBuffers, rows: np.ndarray) -> tuple[Batch, int]:
+        """Copy packs into the buffers; return the host's figures of the micro-batch, and its rows."""
+        masked = rows < 0
+        ids = np.where(masked, ~rows, rows)
+        packs = [self.dataset.pack(int(i)) for i in ids]
+        shape = Shape(
+            fill_to=self.fill_to if self.padded is None else None,
+            row_len=None if self.padded is None else int(self.padded[ids[0]]),
+            longest=self.longest,
+        )
+        index = self.dataset.index
+        buffers.fill(packs, int(index.max_seqlen[ids].max()), shape, masked)
+        pairs = int(index.attention_pairs[ids].sum())
+        figures = {
+            "num_tokens": int(index.num_tokens[ids].sum()),
+            "num_targets": int(index.num_targets[rows[~masked]].sum()),
+            "attention_pairs": pairs,
+            "window_pairs": pairs if self.window is None else sum(window_pairs(cu, self.window) for *_, cu in packs),
+        }
+        return figures, 1 if self.padded is None else len(packs)
+
+
+def window_pairs(cu_seqlens: np.ndarray, window: int) -> int:
+    """Count the attention pairs of segments when each token sees at most `window` tokens, itself counted."""
+    lengths = np.diff(cu_seqlens).astype(np.int64)
+    inside = np.minimum(lengths, window)
+    return int((inside * (inside + 1) // 2 + (lengths - inside) * window).sum())

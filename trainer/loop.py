@@ -1,0 +1,235 @@
+"""The training loop, top to bottom: what `pack train` does, in order.
+
+Each concern beside it has its own file: which packs and when (`loader`), what a loss is (`loss`), how rows attend
+(`attention`), what a checkpoint holds (`checkpoint`). Between two log lines the host only queues work: it reads nothing
+back from the device, and the divisor of the loss comes from the dataset's index, not from a reduction.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shards import PackError
+from trainer import distributed
+from trainer.batch import Batch
+from trainer.config import TrainConfig
+from trainer.evaluate import evaluate
+from trainer.export import export
+from trainer.loader import Step
+from trainer.metrics import memory_gib, peak_flops
+from trainer.optimizer import gradient_norm, learning_rate
+from trainer.run import Run, set_up
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run came to."""
+
+    steps: int
+    "Optimizer steps taken, earlier attempts included."
+    loss: float
+    "Mean loss of a target over the last line of metrics."
+    eval_loss: float | None
+    "Mean loss of a held-out target after the last step."
+    model_dir: Path
+    "The exported model."
+
+
+@dataclass
+class Window:
+    """Figures gathered since the last line of metrics; the loss stays on the device."""
+
+    loss: torch.Tensor
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    waited: float = 0.0
+    tokens: int = 0
+    targets: int = 0
+    flops: float = 0.0
+    straggler: float = 0.0
+
+
+def train(config: TrainConfig) -> Trained:
+    """Train a model on a dataset; under torchrun, every process calls this.
+
+    Raises:
+        PackError: Model, dataset and settings do not fit, or a gradient stopped being finite.
+    """
+    world = distributed.start(config.device)
+    try:
+        run = set_up(config, world)
+        with closing(run.metrics):
+            optimize(run)
+            run.checkpoints.close()
+            figures = {"steps": run.step, "loss": run.loss, "held-out loss": run.eval_loss}
+            model_dir = export(run.model, Path(config.out), run.dataset, config, world, figures)
+            return Trained(run.step, run.loss, run.eval_loss, model_dir)
+    finally:
+        distributed.stop(world)
+
+
+def optimize(run: Run) -> None:
+    """Take every step that is left, with everything that happens between steps."""
+    config, window = run.config, Window(torch.zeros((), device=run.world.device))
+    with closing(run.loader.forever()) as batches, profiler(run) as profile:
+        while run.step < run.num_steps:
+            norm, rate = take_step(run, batches, window)
+            run.step += 1
+            profile.step()
+            log_now = run.due(config.log_every) or run.step == 1
+            save_now, evaluate_now = run.due(config.save_every), run.held_out is not None and run.due(config.eval_every)
+            if log_now or save_now or evaluate_now or run.world.device.type == "cpu":
+                stop_if_not_finite(run, norm)  # reading from a GPU waits for it, so not at every step there
+            if log_now:
+                log(run, window, norm, rate)
+                window = Window(torch.zeros((), device=run.world.device))
+            pause = time.perf_counter()
+            is_best = evaluate_now and evaluate_held_out(run)
+            if save_now or is_best:
+                save(run, is_best)
+            window.started += time.perf_counter() - pause  # figures are of training alone
+
+
+def take_step(run: Run, batches: Iterator[Batch], window: Window) -> tuple[torch.Tensor, float]:
+    """Accumulate the gradients of one step over its micro-batches, and move the weights.
+
+    Returns:
+        Gradient norm before clipping, on the device; learning rate.
+    """
+    config, world = run.config, run.world
+    for micro in range(run.loader.batches_per_step):
+        asked = time.perf_counter()
+        batch = next(batches)
+        window.waited += time.perf_counter() - asked
+        step: Step = batch["step"]
+        is_last = micro == run.loader.batches_per_step - 1
+        with nullcontext() if is_last else run.parallel.accumulate():
+            with run.autocast():
+                # processes average their gradients; the divisor counts the targets of all of them
+                loss = run.parallel.module(batch, step.divisor / world.size)
+            loss.backward()
+        window.loss += loss.detach() / world.size
+        window.flops += run.cost.flops(batch["num_tokens"], batch["attention_pairs"], batch["window_pairs"])
+    norm = gradient_norm(run.model.parameters(), config.clip)
+    run.bad_step = torch.where((run.bad_step < 0) & ~torch.isfinite(norm), run.step, run.bad_step)
+    run.optimizer.found_inf = (run.bad_step >= 0).float()  # type: ignore[attr-defined]  # fused AdamW then does nothing
+    rate = learning_rate(run.step, run.num_steps, config)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    window.steps += 1
+    window.tokens += step.num_tokens
+    window.targets += step.num_targets
+    window.straggler += step.straggler
+    return norm, rate
+
+
+def log(run: Run, window: Window, norm: torch.Tensor, rate: float) -> None:
+    """Write a line of metrics; waits for the device."""
+    loss, flops = distributed.total([window.loss, window.flops], run.world)
+    elapsed = time.perf_counter() - window.started
+    run.loss = loss / window.steps
+    peak = peak_flops(run.world.device)
+    flops_per_s = flops / elapsed / run.world.size
+    run.metrics.write(
+        {
+            "step": run.step,
+            "epoch": round(run.step / run.loader.steps_per_epoch, 4),
+            "loss": run.loss,
+            "lr": rate,
+            "grad_norm": float(norm),
+            "tokens": window.tokens,
+            "targets": window.targets,
+            "tokens_per_s": window.tokens / elapsed / run.world.size,
+            "tflops_per_s": flops_per_s / 1e12,
+            "mfu": flops_per_s / peak if peak else None,
+            "data_wait": window.waited / elapsed,
+            "step_s": elapsed / window.steps,
+            "memory_gib": memory_gib(run.world.device),
+            "straggler": window.straggler / window.steps,
+        }
+    )
+
+
+def evaluate_held_out(run: Run) -> bool:
+    """Score the held-out dataset.
+
+    Returns:
+        Whether this is the lowest loss so far.
+    """
+    assert run.held_out is not None
+    figures = evaluate(
+        run.parallel.module, run.lm, run.held_out, run.world,
+        tokens_per_batch=max(run.loader.tokens_per_batch, run.held_out.seq_len), static_shapes=run.config.compile,
+        autocast=run.autocast(),
+    )  # fmt: skip
+    run.eval_loss = figures["eval_loss"]
+    run.metrics.write({"step": run.step, **figures})
+    is_best = run.eval_loss < run.best
+    run.best = min(run.best, run.eval_loss)
+    return is_best
+
+
+def save(run: Run, is_best: bool = False) -> None:
+    """Save a checkpoint of the steps taken so far."""
+    facts = {
+        "step": run.step,
+        "loader": run.loader.state_at(run.step),
+        "loss": run.loss,
+        "best": run.best,
+        "eval_loss": run.eval_loss,
+        "config": run.config.to_dict(),
+    }
+    run.checkpoints.save(run.step, run.model, run.optimizer, facts, is_best)
+
+
+def stop_if_not_finite(run: Run, norm: torch.Tensor) -> None:
+    """Stop before a gradient that is not finite reaches the weights: they are still those of the step before.
+
+    Raises:
+        PackError: Such a step was found. Its packs and documents are in `not-finite.json`, the state is saved.
+    """
+    bad = int(run.bad_step)
+    if bad < 0:
+        return
+    run.step = bad
+    save(run)
+    run.checkpoints.close()
+    file = Path(run.config.out) / "not-finite.json"
+    packs = sorted({int(pack) for pack in run.loader.packs_of(bad)})
+    if run.world.is_main:
+        documents = {pack: run.dataset[pack]["doc_ids"].tolist() for pack in packs}
+        file.write_text(json.dumps({"step": bad + 1, "grad_norm": str(float(norm)), "documents_by_pack": documents}, indent=1))
+    raise PackError(
+        f"step {bad + 1}: the gradient is {float(norm)}, of packs {', '.join(map(str, packs[:8]))}"
+        f"{' and more' if len(packs) > 8 else ''}; expected a finite one. The weights before it are saved, {file} names packs "
+        f"and documents. Look at them with pack show, or resume with a lower --lr."
+    )
+
+
+def profiler(run: Run) -> AbstractContextManager[Any]:
+    """Return a context that writes a trace of steps 3 to 5 of this attempt, or one that does nothing."""
+    if not (run.config.profile and run.world.is_main):
+        return nullcontext(NoProfile())
+    folder = Path(run.config.out) / "profile"
+    folder.mkdir(exist_ok=True)
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(skip_first=2, wait=0, warmup=0, active=3, repeat=1),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / "trace.json")),
+    )
+
+
+class NoProfile:
+    """Stands in for the profiler."""
+
+    def step(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,181 @@
+"""What a run reports: metrics.jsonl always, a live line on a terminal, TensorBoard and W&B when asked.
+
+Model FLOPs count the matrix products of forward and backward (6 a parameter and token) and the attention pairs that
+packed rows really have, 12 x heads x head_dim a pair and layer: the usual full-square term overstates attention
+126-fold for rows of 64 documents.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from trainer.config import TrainConfig
+
+# dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets
+PEAK_FLOPS = {
+    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12,
+    "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12,
+    "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of one training step of a model."""
+
+    per_token: float
+    "Matrix products of forward and backward, for each token."
+    per_pair: float
+    "The same for each attention pair, over all layers that see the whole segment."
+    per_window_pair: float
+    "The same over the layers with a sliding window."
+    window: int | None
+    "Size of that window, in tokens."
+
+    def flops(self, tokens: float, pairs: float, window_pairs: float) -> float:
+        """Return the FLOPs of a step with these sums over its segments."""
+        return self.per_token * tokens + self.per_pair * pairs + self.per_window_pair * window_pairs
+
+
+def cost_of(model: nn.Module) -> Cost:
+    """Read the cost of a transformers model from its parameters and configuration."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings()
+    lookups = {id(embedding)} if head is None or head.weight is not embedding else set()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    active = getattr(config, "num_experts_per_tok", None)
+    share = active / experts if experts and active else 1.0
+    per_token = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and id(parameter) not in lookups:
+            passes = 6 if parameter.requires_grad else 4  # a frozen weight has no gradient of its own
+            per_token += passes * parameter.numel() * (share if ".experts." in name else 1.0)
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    sliding = sum(kind == "sliding_attention" for kind in kinds) if window else 0
+    per_layer = 12.0 * heads * head_dim
+    return Cost(per_token, per_layer * (layers - sliding), per_layer * sliding, window if sliding else None)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the bf16 FLOP/s on the data sheet of a device, None where this program knows none."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Return the highest memory use so far, in GiB: of the device, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+class Metrics:
+    """Writes the figures of a run; a process that is not the main one writes nothing.
+
+    Args:
+        out: Run directory.
+        num_steps: Steps of the run.
+        start: Steps already taken; later lines of an earlier attempt are removed.
+    """
+
+    def __init__(self, config: TrainConfig, out: Path, num_steps: int, start: int, is_main: bool) -> None:
+        self._file = self._board = self._wandb = None
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        if not is_main:
+            return
+        path = out / "metrics.jsonl"
+        kept = []
+        if start and path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step(line) <= start]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._file = path.open("a")
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
+        if config.wandb:
+            import wandb
+
+            self._wandb = wandb.init(project=config.wandb, dir=str(out), config=config.to_dict(), resume="allow")
+        console = Console(stderr=True)
+        if config.progress if config.progress is not None else console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task("", total=num_steps, completed=start)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write one line of figures; it has a `step`."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        figures = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        if self._board is not None:
+            for key, value in figures.items():
+                self._board.add_scalar(key, value, line["step"])  # type: ignore[no-untyped-call]
+        if self._wandb is not None:
+            self._wandb.log(figures, step=line["step"])
+        if self._progress is not None and "loss" in line:
+            self._progress.update(self._task, completed=line["step"], description=_describe(line))
+
+    def say(self, message: str) -> None:
+        """Print one line on stderr, above the live line."""
+        if self._progress is not None:
+            self._progress.console.print(message, markup=False, highlight=False)
+        elif self._file is not None:
+            print(message, file=sys.stderr)
+
+    def close(self) -> None:
+        """Close every output."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._board is not None:
+            self._board.close()  # type: ignore[no-untyped-call]
+        if self._wandb is not None:
+            self._wandb.finish()
+        if self._file is not None:
+            self._file.close()
+
+
+def _step(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return sys.maxsize  # the half line of a killed run
+
+
+def _describe(line: dict[str, Any]) -> str:
+    parts = [
+        f"loss {line['loss']:.4f}",
+        f"lr {line['lr']:.2e}",
+        f"grad {line['grad_norm']:.3f}",
+        f"{line['tokens_per_s']:,.0f} tok/s",
+        f"wait {line['data_wait']:.1%}",
+        f"{line['memory_gib']:.1f} GiB",
+    ]
+    if line.get("mfu") is not None:
+        parts.insert(4, f"MFU {line['mfu']:.1%}")
+    return "  ".join(parts)

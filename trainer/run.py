@@ -1,0 +1,186 @@
+"""A run: everything the loop holds, built from its configuration, continued from a checkpoint where asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shards import Dataset, PackError
+from trainer.adapters import add_adapters, freeze
+from trainer.checkpoint import Checkpoints
+from trainer.checks import check_dataset
+from trainer.config import TrainConfig, flag
+from trainer.distributed import Parallel, World, layers_of, parallelize
+from trainer.loader import PackLoader
+from trainer.loss import PackedLM
+from trainer.metrics import Cost, Metrics, cost_of
+from trainer.models import LoadedModel, load_model
+from trainer.optimizer import build_optimizer
+
+FIXED_ON_RESUME = ("model", "lora_rank", "lora_targets", "freeze")  # what a checkpoint's tensors depend on
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that the loop holds."""
+
+    config: TrainConfig
+    world: World
+    dataset: Dataset
+    held_out: Dataset | None
+    model: Any
+    lm: PackedLM
+    parallel: Parallel
+    optimizer: torch.optim.AdamW
+    loader: PackLoader
+    checkpoints: Checkpoints
+    metrics: Metrics
+    cost: Cost
+    num_steps: int
+    step: int = 0
+    loss: float = math.nan
+    best: float = math.inf
+    eval_loss: float | None = None
+    bad_step: torch.Tensor
+    "First step whose gradient is not finite, on the device; -1 for none."
+
+    def due(self, every: int | None) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens now."""
+        return self.step == self.num_steps or (every is not None and self.step % every == 0)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which forward runs."""
+        on = self.config.dtype == "bf16" and self.config.shard == "none"  # FSDP2 casts by itself
+        return torch.autocast(self.world.device.type, torch.bfloat16) if on else nullcontext()
+
+
+def set_up(config: TrainConfig, world: World) -> Run:
+    """Build everything a run needs, and continue from a checkpoint where asked.
+
+    Raises:
+        PackError: Model, dataset, settings and run directory do not fit.
+    """
+    out = Path(config.out)
+    dataset = Dataset(config.dataset)
+    held_out = Dataset(config.eval) if config.eval else None
+    if world.is_main:
+        _claim(out, config)
+    torch.manual_seed(config.seed)  # the same first weights on every process
+    loaded = _load(config, world, dataset)
+    notes = loaded.notes + check_dataset(dataset, loaded.report, loaded.model, config)
+    if held_out is not None:
+        check_dataset(held_out, loaded.report, loaded.model, config)
+    freeze(loaded.model, config.freeze)
+    torch.manual_seed(config.seed)
+    model = add_adapters(loaded.model, config)
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    cost = cost_of(model)
+    lm = PackedLM(
+        model,
+        backend=loaded.backend,
+        weighting=config.loss_weighting,
+        z_loss=config.z_loss,
+        liger=config.liger,
+        plain_head=loaded.report.plain_head,
+    )
+    if config.compile:
+        for layer in layers_of(model):
+            layer.compile()
+    parallel = parallelize(lm, model, world, config.shard, config.dtype)
+    optimizer = build_optimizer(model, config)
+    loader = _loader(config, world, dataset, cost)
+    num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
+    torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
+    checkpoints = Checkpoints(out / "checkpoints", config.keep, world, lambda line: print(line, file=sys.stderr))
+    facts = _resume(config, checkpoints, model, optimizer, loader) if config.resume else {}
+    metrics = Metrics(config, out, num_steps, facts.get("step", 0), world.is_main)
+    for note in notes:
+        metrics.say(note)
+    return Run(
+        config=config,
+        world=world,
+        dataset=dataset,
+        held_out=held_out,
+        model=model,
+        lm=lm,
+        parallel=parallel,
+        optimizer=optimizer,
+        loader=loader,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        cost=cost,
+        num_steps=num_steps,
+        step=facts.get("step", 0),
+        loss=facts.get("loss", math.nan),
+        best=facts.get("best", math.inf),
+        eval_loss=facts.get("eval_loss"),
+        bad_step=torch.tensor(-1, device=world.device),
+    )
+
+
+def _claim(out: Path, config: TrainConfig) -> None:
+    """Make the run directory, unless another run is in it."""
+    if not config.resume and any((out / name).exists() for name in ("metrics.jsonl", "checkpoints", "model")):
+        raise PackError(f"{out}: holds a run already. Continue it with --resume, or choose another --out.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "train.json").write_text(json.dumps(config.to_dict(), indent=1))
+    except OSError as error:
+        raise PackError(f"{out}: cannot write here ({error.strerror}). Choose another --out.") from error
+
+
+def _load(config: TrainConfig, world: World, dataset: Dataset) -> LoadedModel:
+    # frozen weights need no fp32 copy to learn in
+    narrow = config.dtype == "bf16-pure" or (config.dtype == "bf16" and config.lora_rank > 0)
+    return load_model(
+        config.model,
+        dtype=torch.bfloat16 if narrow else torch.float32,
+        compute_dtype=torch.float32 if config.dtype == "fp32" else torch.bfloat16,
+        attention=config.attention,
+        device=world.device,
+        packed=dataset.packer != "bucketed",
+    )
+
+
+def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost) -> PackLoader:
+    return PackLoader(
+        dataset,
+        tokens_per_batch=config.tokens_per_batch,
+        packs_per_step=config.packs_per_step,
+        seed=config.seed,
+        order=config.order,
+        last_step=config.last_step,
+        mix=config.mix,
+        mix_by=config.mix_by,
+        mix_stop=config.mix_stop,
+        rank=world.rank,
+        world_size=world.size,
+        device=world.device,
+        static_shapes=config.compile,
+        weighting=config.loss_weighting,
+        window=cost.window,
+    )
+
+
+def _resume(
+    config: TrainConfig, checkpoints: Checkpoints, model: Any, optimizer: torch.optim.Optimizer, loader: PackLoader
+) -> dict[str, Any]:
+    path = checkpoints.latest()
+    if path is None:
+        return {}
+    saved = checkpoints.facts(path)
+    for name in FIXED_ON_RESUME:
+        before, now = saved["config"][name], config.to_dict()[name]
+        if json.dumps(before) != json.dumps(now):
+            raise PackError(f"{path}: was saved with {flag(name)} {before!r}, this run has {now!r}. Resume with the same.")
+    loader.load_state_dict(saved["loader"])
+    checkpoints.load(path, model, optimizer)
+    return saved
