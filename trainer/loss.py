@@ -1,12 +1,14 @@
-"""Summed cross-entropy of packed rows, without ever holding all logits: `PackedLM`, the module that a training loop calls.
+"""Summed cross-entropy of packed rows, never holding all logits: `PackedLM`, the module that a training loop calls.
 
-The body runs once over the row; the head and the loss run in chunks of rows, at most 64 Mi logits at a time (a row of 32k
-tokens and 128k words would hold 16 GiB of fp32 logits, and as much again for their gradient). A plain linear head takes
-`_LinearCrossEntropy`, which makes the gradients while the logits are there (3 matrix products instead of 4), or liger's
-fused kernel; any other head (LoRA on it, scaled or soft-capped logits) is called chunk by chunk and recomputed in
-backward. The sum is divided by a number that the caller knows for the whole step, so no split of a step changes the loss.
+The body runs once over the row; head and loss run chunk by chunk, at most 64 Mi logits at a time (32k tokens and 128k
+words would make 16 GiB of fp32 logits, and as much again for their gradient). A plain linear head takes
+`_LinearCrossEntropy`, which makes the gradients while the logits are there (3 matrix products; recomputing takes 4), or
+liger's fused kernel; a head that is more than a matrix (LoRA on it) is called chunk by chunk and recomputed in
+backward; a model that scales or soft-caps its logits makes them itself. The sum is divided by a number that the caller
+knows for the whole step, so that no split of a step into micro-batches and ranks changes the loss.
 """
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -18,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shards.errors import ModelError
 from trainer.attention import BACKEND_KEYWORD
+from trainer.liger import fused_cross_entropy
 
 IGNORED = -100
+WEIGHTINGS = ("token", "document")
 _CHUNK_LOGITS = 1 << 26
 
 
@@ -28,96 +32,111 @@ def _chunk_rows(vocab_size: int) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of weighted token losses of a linear head, with the gradients made chunk by chunk in forward."""
+    """Weighted sum of token losses under a linear head, its gradients made chunk by chunk in forward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, z: float,
-        with_grads: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
+        z_loss: float, dtype: torch.dtype, with_grads: bool,
     ) -> Tensor:  # fmt: skip
-        """See `linear_cross_entropy`; `hidden`, `weight` and `bias` come in the type of the matrix products."""
-        wants = [with_grads and wanted for wanted in ctx.needs_input_grad[:3]]
+        """Arguments as for `linear_cross_entropy`; `dtype` is the type of the matrix products."""
+        wants_hidden, wants_weight, wants_bias = (with_grads and wanted for wanted in ctx.needs_input_grad[:3])
+        matrix = weight.to(dtype)
+        offset = None if bias is None else bias.to(dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
-        grads: list[Tensor | None] = [
-            torch.empty_like(hidden) if wants[0] else None,
-            torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None,
-            torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None,
-        ]
-        rows = _chunk_rows(weight.shape[0])
-        for start in range(0, hidden.shape[0], rows):
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over chunks stay in fp32: dozens of bf16 additions would lose the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
+        rows = _chunk_rows(len(weight))
+        for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
-            logits = F.linear(hidden[chunk], weight, bias).float()
-            loss, grad = _losses_and_logit_grads(logits, labels[chunk], weights[chunk] if weights is not None else None, z)
+            inputs = hidden[chunk].to(dtype)
+            loss, grad = _loss_and_logit_grad(
+                F.linear(inputs, matrix, offset).float(),
+                labels[chunk],
+                None if weights is None else weights[chunk],
+                z_loss,
+            )
             total += loss
-            if not any(wants):
-                continue
-            narrow = grad.to(hidden.dtype)
-            if grads[0] is not None:
-                grads[0][chunk] = narrow @ weight
-            if grads[1] is not None:
-                _add_product(grads[1], narrow.t(), hidden[chunk])
-            if grads[2] is not None:
-                grads[2] += grad.sum(0)
-        dtypes = [hidden.dtype, weight.dtype, bias.dtype if bias is not None else None]
-        ctx.save_for_backward(*(g.to(d) if g is not None else None for g, d in zip(grads, dtypes, strict=True)))
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            if grad_hidden is not None or grad_weight is not None:
+                grad = grad.to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad @ matrix
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), inputs)
+        ctx.save_for_backward(
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[no-untyped-call]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the stored gradients: the loss is a scalar, so that is all that is left to do."""
-        return (*(g * grad.to(g.dtype) if g is not None else None for g in ctx.saved_tensors), None, None, None, None)
+        """Scale the stored gradients; for a scalar loss nothing else is left to do."""
+        stored = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
+        return (*stored, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if right.dtype == total.dtype:
         total.addmm_(left, right)
-    else:  # sums of bf16 products stay in fp32: dozens of chunks would lose the small ones
+    else:
         total += left @ right
 
 
-def _losses_and_logit_grads(logits: Tensor, labels: Tensor, weights: Tensor | None, z: float) -> tuple[Tensor, Tensor]:
-    """Return the chunk's weighted sum and its gradient by the logits, which is written over them."""
-    valid = labels != IGNORED
-    scale = valid.float() if weights is None else weights * valid
+def _loss_and_logit_grad(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Return a chunk's weighted loss and its gradient by the fp32 logits, which is written over them."""
+    valid = (labels != IGNORED).float()
+    scale = valid if weights is None else weights * valid
     target = labels.clamp(min=0).unsqueeze(1)
     lse = torch.logsumexp(logits, dim=1)
     losses = lse - logits.gather(1, target).squeeze(1)
     grad = logits.sub_(lse.unsqueeze(1)).exp_()
-    if z:
-        losses = losses + z * lse.square()
-        grad *= (1 + 2 * z * lse).unsqueeze(1)
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+        grad *= (1 + 2 * z_loss * lse).unsqueeze(1)
     grad.scatter_add_(1, target, torch.full_like(lse, -1.0).unsqueeze(1))
     return torch.dot(losses, scale), grad.mul_(scale.unsqueeze(1))
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None = None, z_loss: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Sum token losses of a linear head without holding all logits.
+    """Sum token losses under a linear head without holding all logits.
 
     Args:
         hidden: (T, D), floating.
         weight: (V, D); `bias` (V,) or None.
         labels: int64 (T,), -100 where there is no target.
-        weights: float32 (T,), factor on each token's loss; None for 1.
+        weights: float32 (T,), a factor on each token's loss; None for 1.
         z_loss: Factor on the squared log of the softmax's denominator.
 
     Returns:
-        float32 scalar; 0 with gradients of 0 where no token is a target.
+        float32 scalar; 0, with gradients of 0, where no token is a target.
     """
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     with torch.autocast(device, enabled=False):
         # Grad mode is always off inside the function, so it has to be told.
         with_grads = torch.is_grad_enabled()
-        return cast(Tensor, _LinearCrossEntropy.apply(hidden, weight, bias, labels, weights, z_loss, with_grads))
+        apply = cast(Callable[..., Tensor], _LinearCrossEntropy.apply)
+        return apply(hidden, weight, bias, labels, weights, z_loss, dtype, with_grads)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None, z_loss: float = 0.0) -> Tensor:
-    """Sum token losses of logits (T, V) in fp32; arguments and result as for `linear_cross_entropy`."""
+    """Sum token losses of logits (T, V) in fp32; other arguments and result as for `linear_cross_entropy`."""
     logits = logits.float()
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
     if z_loss:
@@ -126,38 +145,43 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None,
 
 
 def chunked_cross_entropy(
-    logits_of: Callable[[Tensor], Tensor], inputs: Tensor, vocab_size: int, labels: Tensor, weights: Tensor | None, z: float
+    logits_of: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    vocab_size: int,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Sum token losses of any head, chunk by chunk, recomputed in backward.
+    """Sum token losses under any head, chunk by chunk, each recomputed in backward.
 
     Args:
-        logits_of: Maps a chunk of `inputs` to its logits.
-        inputs: (T, ...), split along the first axis.
-        vocab_size: Width of the logits; sets the chunk.
-        labels: int64 (T,); `weights` float32 (T,) or None; `z` as `z_loss` of `linear_cross_entropy`.
+        logits_of: Maps a chunk of `inputs` to its logits (rows, V).
+        inputs: (T, ...), cut along the first axis.
+        vocab_size: V, which sets the rows of a chunk.
+        labels: Like `weights`, `z_loss` and the result as for `linear_cross_entropy`.
     """
 
     def chunk_loss(chunk: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        return cross_entropy(logits_of(chunk), labels, weights, z)
+        return cross_entropy(logits_of(chunk), labels, weights, z_loss)
 
     rows = _chunk_rows(vocab_size)
-    parts = weights.split(rows) if weights is not None else [None] * -(-len(labels) // rows)
-    losses = [
-        cast(Tensor, checkpoint(chunk_loss, *args, use_reentrant=False))
-        for args in zip(inputs.split(rows), labels.split(rows), parts, strict=True)
-    ]
+    losses = []
+    for start in range(0, len(labels), rows):
+        chunk = slice(start, start + rows)
+        part = None if weights is None else weights[chunk]
+        losses.append(checkpoint(chunk_loss, inputs[chunk], labels[chunk], part, use_reentrant=False))
     return torch.stack(losses).sum()
 
 
 def document_weights(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return 1 / (targets of the token's segment) for every token.
+    """Return 1 / (targets of the token's segment) for every token, computed on the device without a sync.
 
     Args:
         labels: int64 (T,), -100 where there is no target.
         cu_seqlens: int32 (n + 1,), last exactly T.
 
     Returns:
-        float32 (T,); the targets of each segment that has any sum to 1. Computed on the device, without a sync.
+        float32 (T,); over the targets of any one segment it sums to 1.
     """
     tokens = torch.arange(len(labels), device=labels.device, dtype=cu_seqlens.dtype)
     segment = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
@@ -168,7 +192,7 @@ def document_weights(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def unwrap(model: nn.Module) -> Any:
     """Return the causal language model inside a peft wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class PackedLM(nn.Module):
@@ -176,60 +200,64 @@ class PackedLM(nn.Module):
 
     Args:
         model: From `load_model`, wrapped by peft or not.
-        backend: Key of `ATTENTION_BACKENDS`; None for a model on its native attention, which takes rectangles only.
+        backend: Key of `ATTENTION_BACKENDS`; None for native attention, which takes rectangles only.
+        plain_head: Whether logits are exactly `lm_head(hidden)`, as the model's report says.
         weighting: `token`: every target counts 1. `document`: the targets of each segment count 1 together.
         z_loss: Factor on the squared log of the softmax's denominator; left out in `eval()` mode.
-        liger: `auto` or `on` for liger's fused loss where the head allows, `off` for ours.
-        plain_head: Whether logits are exactly `lm_head(hidden)`; as the model's report says.
+        liger: `auto`, `on` or `off`: liger's fused loss on a GPU, where head and weighting allow it.
+
+    Raises:
+        ModelError: `liger` is `on`, but head or weighting does not allow it.
     """
 
     def __init__(
-        self, model: nn.Module, *, backend: str | None, weighting: str = "token", z_loss: float = 0.0, liger: str = "auto",
-        plain_head: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        *,
+        backend: str | None,
+        plain_head: bool,
+        weighting: str = "token",
+        z_loss: float = 0.0,
+        liger: str = "auto",
+    ) -> None:
         super().__init__()
+        if liger == "on" and not (plain_head and weighting == "token"):
+            raise ModelError(
+                f"--liger on: its fused loss takes plain heads and weighting by token; this head is "
+                f"{'plain' if plain_head else 'scaled or soft-capped'}, weighting is by {weighting}. Use --liger auto"
+            )
         self.model = model
         self.backend = backend
+        self.plain_head = plain_head
         self.weighting = weighting
         self.z_loss = z_loss
-        self.plain_head = plain_head
-        self.liger = liger
+        self.fused = liger != "off" and weighting == "token" and importlib.util.find_spec("liger_kernel") is not None
 
     def forward(self, batch: Mapping[str, Any], divisor: float = 1.0) -> Tensor:
         """Return the summed loss of a micro-batch divided by `divisor`, a float32 scalar.
 
         Args:
-            batch: `input_ids`, `position_ids`, `shift_labels` int64 (1, T), `cu_seqlens` int32 (n + 1,), `max_seqlen` int; or
-                a rectangle: (R, P) of right-padded rows, one segment each, with or without `cu_seqlens`.
-            divisor: Targets (or, weighted by document, segments with targets) of the whole step on all ranks.
-        """
-        z_loss = self.z_loss if self.training else 0.0
-        labels = batch["shift_labels"].reshape(-1)
-        weights = None
-        if self.weighting == "document":
-            weights = document_weights(labels, batch["cu_seqlens"] if "cu_seqlens" in batch else _row_offsets(labels, batch))
-        model = unwrap(self.model)
-        inputs = self._inputs(batch)
-        head = model.get_output_embeddings()
-        if not self.plain_head:
-            logits = self._run(model, inputs).logits.flatten(0, 1)
-            return chunked_cross_entropy(lambda x: x, logits, logits.shape[-1], labels, weights, z_loss) / divisor
-        hidden = self._run(model.base_model, inputs).last_hidden_state.flatten(0, 1)
-        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
-            vocab_size = model.config.get_text_config().vocab_size
-            return chunked_cross_entropy(head, hidden, vocab_size, labels, weights, z_loss) / divisor
-        return linear_cross_entropy(hidden, head.weight, head.bias, labels, weights, z_loss) / divisor
+            batch: `input_ids`, `position_ids`, `shift_labels` int64 (1, T), `cu_seqlens` int32 (n + 1,), `max_seqlen`
+                int. Or a rectangle (R, P) of right-padded rows, one segment each, the last three optional.
+            divisor: Targets (weighted by document: segments with targets) of the whole step on all ranks.
 
-    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        ids = batch["input_ids"]
-        if self.backend is None:
-            # Right-padded rows need no mask: causal attention never looks to the right, and padding has no target.
-            return {"input_ids": ids}
-        cu_seqlens = batch["cu_seqlens"] if "cu_seqlens" in batch else _row_offsets(ids, batch)
-        longest = batch["max_seqlen"] if "max_seqlen" in batch else ids.shape[1]
-        positions = batch.get("position_ids")
+        Raises:
+            ModelError: Packed rows for a model on native attention.
+        """
+        rows, width = batch["input_ids"].shape
+        labels = batch["shift_labels"].flatten()
+        cu_seqlens = batch.get("cu_seqlens")
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=labels.device)
+        weights = document_weights(labels, cu_seqlens) if self.weighting == "document" else None
+        inputs = self._native_inputs(batch, cu_seqlens) if self.backend is None else self._inputs(batch, cu_seqlens)
+        return self._summed_loss(inputs, labels, weights) / divisor
+
+    def _inputs(self, batch: Mapping[str, Any], cu_seqlens: Tensor) -> dict[str, Any]:
+        ids, positions = batch["input_ids"], batch.get("position_ids")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        longest = batch.get("max_seqlen", ids.shape[1])
         return {
             "input_ids": ids.reshape(1, -1),
             "position_ids": positions.reshape(1, -1),
@@ -240,12 +268,28 @@ class PackedLM(nn.Module):
             BACKEND_KEYWORD: self.backend,
         }
 
-    def _run(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
-        if self.backend is None and "cu_seq_lens_q" in inputs:
-            raise ModelError("native attention got packed rows; it would let documents see each other. Use a bucketed dataset")
-        return module(**inputs, use_cache=False)
+    def _native_inputs(self, batch: Mapping[str, Any], cu_seqlens: Tensor) -> dict[str, Any]:
+        ids = batch["input_ids"]
+        if len(cu_seqlens) - 1 > len(ids):
+            raise ModelError(
+                f"native attention: {len(cu_seqlens) - 1} segments in {len(ids)} rows would see each other; expected "
+                "one in a row. Use a bucketed dataset"
+            )
+        # No mask: padding is on the right, where causal attention does not look, and has no target.
+        return {"input_ids": ids}
 
-
-def _row_offsets(like: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    rows, width = batch["input_ids"].shape
-    return torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=like.device)
+    def _summed_loss(self, inputs: dict[str, Any], labels: Tensor, weights: Tensor | None) -> Tensor:
+        model = unwrap(self.model)
+        z_loss = self.z_loss if self.training else 0.0
+        if not self.plain_head:
+            logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
+            return chunked_cross_entropy(lambda chunk: chunk, logits, logits.shape[-1], labels, weights, z_loss)
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        head = model.get_output_embeddings()
+        # Exactly these types: LoRA, quantised and sharded heads are more than their weight says.
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
+            vocab_size = model.config.get_text_config().vocab_size
+            return chunked_cross_entropy(head, hidden, vocab_size, labels, weights, z_loss)
+        if self.fused and hidden.is_cuda:
+            return fused_cross_entropy(hidden, head.weight, head.bias, labels, z_loss)
+        return linear_cross_entropy(hidden, head.weight, head.bias, labels, weights, z_loss)

@@ -14,6 +14,7 @@ import torch
 from shards.errors import ModelError
 from trainer.attention import IMPLEMENTATION, Needs, pick_backend, register
 from trainer.guard import ModelReport, inspect_model, refusal
+from trainer.liger import replace_layers
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -93,6 +94,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
     attention: str = "auto",
+    liger: str = "auto",
     device: torch.device | str = "cpu",
     packed: bool = True,
 ) -> LoadedModel:
@@ -103,6 +105,7 @@ def load_model(
         dtype: Type of the weights.
         compute_dtype: Type in which attention will run, where autocast makes it differ from `dtype`.
         attention: `auto` or a key of `ATTENTION_BACKENDS`.
+        liger: `auto`, `on` or `off`: liger's layers in place of the model's own, on a GPU.
         packed: Whether rows hold several documents. If not, a model refused for packed rows is loaded with its native
             attention, which is right for rectangles of right-padded rows.
 
@@ -117,6 +120,7 @@ def load_model(
     if reason is None:
         notes = _without_attention_dropout(config)
         model = _build(name, config, dtype, device, IMPLEMENTATION)
+        notes += replace_layers(model, liger, device)
         report = inspect_model(model, name)
     if report.accepted:
         needs = replace(_widest(report.needs), dtype=compute_dtype or dtype)
