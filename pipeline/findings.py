@@ -1,0 +1,110 @@
+"""What a person should know before paying for a GPU, in plain words, from the figures of a report.
+
+Each check reads the report and yields sentences: what is so, with the value, and what to do. Add one to `CHECKS`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Report = dict[str, Any]
+Check = Callable[[Report], Iterator[str]]
+MUCH = 0.10  # a share of tokens, targets or documents that nobody loses on purpose without knowing
+
+
+def findings(report: Report) -> list[str]:
+    """Return every warning about a dataset."""
+    return [sentence for check in CHECKS for sentence in check(report)]
+
+
+def emptiness(report: Report) -> Iterator[str]:
+    """Nothing to train on."""
+    if not report["packs"]:
+        yield "The dataset holds no pack. See what was dropped and why."
+    elif not report["targets"]["packed"]:
+        yield "No token is a target, so training would learn nothing. Check --train-on and the chat template."
+    elif report["targets"]["packed"] < 0.05 * report["tokens"]["packed"]:
+        share = report["targets"]["packed"] / report["tokens"]["packed"]
+        yield f"Only {share:.1%} of the tokens are targets; the rest is read but not learned from."
+
+
+def packing(report: Report) -> Iterator[str]:
+    """Packing without effect, or loose."""
+    if not report["packs"]:
+        return
+    mean, packer = report["segments_per_pack"]["mean"], report["recipe"]["packer"]
+    if packer in ("bucketed", "unpacked"):
+        yield f"Packer {packer} puts one segment in a row: rows are padded in training, or left short."
+    elif mean < 1.05:
+        yield (
+            f"Packing had little effect: {mean:.2f} segments a pack, since documents are about as long as seq_len. "
+            "A larger --seq-len would share packs and cut fewer documents."
+        )
+    elif report["fill"]["rate"] < 0.95:
+        yield (
+            f"Packs are only {report['fill']['rate']:.1%} full, {report['fill']['above_min']:.1%} more packs than the "
+            "minimum. Larger windows, another packer or seq_len would fill them better; see pack plan."
+        )
+
+
+def losses(report: Report) -> Iterator[str]:
+    """Much lost, source by source."""
+    for source in report["sources"]:
+        for thing, lost in (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost")):
+            sheet = source[thing]
+            share = sum(sheet[lost].values()) / sheet["read"] if sheet["read"] else 0.0
+            if share >= MUCH:
+                reasons = ", ".join(
+                    f"{reason} {n:,}" for reason, n in sorted(sheet[lost].items(), key=lambda x: -x[1]) if n
+                )
+                yield f"Source {source['name']!r}: {share:.1%} of its {thing} were lost ({reasons})."
+        rejected = source["documents"]["dropped"].get("rejected", 0)
+        if rejected:
+            yield f"Source {source['name']!r}: {rejected:,} records could not be read; rejected.jsonl lists them."
+        cut = source["documents"]["split"] / source["documents"]["packed"] if source["documents"]["packed"] else 0.0
+        if cut >= MUCH:
+            yield (
+                f"Source {source['name']!r}: {cut:.1%} of its documents are split over several packs, and each part is "
+                "trained without what came before. A larger --seq-len would keep them whole."
+            )
+
+
+def model(report: Report) -> Iterator[str]:
+    """A model that the dataset does not fit."""
+    largest, vocabulary = report["recipe"]["tokenizer"]["max_id"], report["model"]["vocab_size"]
+    if vocabulary is not None and largest >= vocabulary:
+        yield (
+            f"The tokenizer's largest id is {largest:,}, the model's vocabulary ends at {vocabulary - 1:,}. "
+            "Use the model's own tokenizer, or enlarge its embedding."
+        )
+    longest, positions = report["lengths"]["segments"].get("max", 0), report["model"]["max_positions"]
+    if positions is not None and longest > positions:
+        yield (
+            f"The longest segment has {longest:,} tokens, the model takes {positions:,} positions. "
+            "Build with a smaller --seq-len."
+        )
+
+
+def steps(report: Report) -> Iterator[str]:
+    """Too few packs for a step."""
+    wanted = report["steps"]["packs_per_step"]
+    if 0 < report["packs"] < wanted:
+        yield f"All {report['packs']:,} packs are fewer than one step of {wanted:,}; an epoch would not fill a step."
+
+
+def repeats(report: Report) -> Iterator[str]:
+    """A mix that shows some source again and again."""
+    for entry in report["mix"]:
+        if entry["passes"] > 4.5:
+            yield (
+                f"Source {entry['source']!r} would be repeated {entry['passes']:.1f} times before every source "
+                "was seen once."
+            )
+
+
+def engines(report: Report) -> Iterator[str]:
+    """A fast tokenizer engine that was found to differ."""
+    if any(entry["guard"]["result"] == "differs" for entry in report["build"]["tokenizer"]):
+        yield "The fast tokenizer engine gave other ids than the reference; the windows were built with the reference."
+
+
+CHECKS: tuple[Check, ...] = (emptiness, packing, losses, model, steps, repeats, engines)

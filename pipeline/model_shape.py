@@ -1,0 +1,153 @@
+"""What a step costs on a model of a given shape, from its config alone.
+
+Training costs 6 FLOPs per weight and token, and 12 per attention pair, head dimension and layer (forward and backward,
+after Chowdhery et al. 2022, appendix B). Attention is counted on the pairs that the mask allows, not on seq_len
+squared; a layer with a sliding window counts the pairs inside it. Embeddings cost nothing, the head does.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shards.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The figures of a causal language model that decide what tokens and attention pairs cost."""
+
+    name: str
+    "Where the shape comes from, for people."
+    weights: int
+    "Weights that every token is multiplied with, the head included."
+    attention_width: int
+    "Query heads x head dimension."
+    full_layers: int
+    "Layers whose tokens see everything before them."
+    sliding_layers: int = 0
+    "Layers whose tokens see `window` tokens."
+    window: int | None = None
+    "Tokens that a token sees in a sliding layer, itself included."
+    vocab_size: int | None = None
+    "Rows of the embedding."
+    max_positions: int | None = None
+    "Longest segment that the model takes; None where nothing limits it."
+
+    def flops(self, lengths: np.ndarray, rows: np.ndarray) -> float:
+        """Return the training FLOPs of `rows[i]` attention rows of `lengths[i]` tokens each; both float64 (n,)."""
+        slots = float(np.dot(lengths, rows))
+        full = float(np.dot(attention_pairs(lengths), rows))
+        sliding = float(np.dot(attention_pairs(lengths, self.window), rows)) if self.sliding_layers else 0.0
+        pair = 12.0 * self.attention_width
+        return 6.0 * self.weights * slots + pair * (self.full_layers * full + self.sliding_layers * sliding)
+
+
+# 16 layers of width 2048: the size at which people fine-tune on one GPU
+DEFAULT_SHAPE = ModelShape(
+    name="Llama shape of 1.24B weights", weights=1_235_746_816, attention_width=2048, full_layers=16
+)
+
+
+def attention_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Return the causal (query, key) pairs inside rows of the given lengths, float64, at most `window` keys a query."""
+    lengths = np.asarray(lengths, np.float64)
+    if window is None:
+        return np.asarray(lengths * (lengths + 1) / 2)
+    inside = np.minimum(lengths, window)
+    return np.asarray(inside * (inside + 1) / 2 + (lengths - inside) * window)
+
+
+def load_shape(name: str) -> ModelShape:
+    """Read the shape of a model from a directory, a config JSON, or the hub.
+
+    Raises:
+        ModelError: There is no such config, or it names no shape.
+    """
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            config = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ModelError(f"{file}: is not JSON; expected a model's config.json.") from error
+    else:
+        config = _hub_config(name)
+    return shape_of(config, name)
+
+
+def _hub_config(name: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        return dict(AutoConfig.from_pretrained(name).to_dict())
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"--model {name}: no such directory, file or hub model ({reason}). Name one with a config.json."
+        ) from error
+
+
+def shape_of(config: dict[str, Any], name: str) -> ModelShape:
+    """Return the shape that a transformers config describes.
+
+    Raises:
+        ModelError: A figure is missing.
+    """
+    text = config.get("text_config") or config
+
+    def figure(*keys: str, default: int | None = None) -> int:
+        value = next((text[key] for key in keys if text.get(key) is not None), default)
+        if not isinstance(value, int):
+            raise ModelError(f"{name}: its config has no {keys[0]}; expected a causal language model's config.json.")
+        return value
+
+    hidden, layers = figure("hidden_size", "n_embd", "d_model"), figure("num_hidden_layers", "n_layer", "num_layers")
+    heads = figure("num_attention_heads", "n_head", "num_heads")
+    kv_heads, head_dim = figure("num_key_value_heads", default=heads), figure("head_dim", default=hidden // heads)
+    vocab = figure("vocab_size")
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    positions = text.get("max_position_embeddings") or text.get("n_positions")
+    windowed = _sliding_layers(text, layers)
+    return ModelShape(
+        name=name,
+        weights=layers * (attention + _mlp(text, hidden, figure)) + hidden * vocab,
+        attention_width=heads * head_dim,
+        full_layers=layers - windowed,
+        sliding_layers=windowed,
+        window=text["sliding_window"] if windowed else None,
+        vocab_size=vocab,
+        max_positions=positions,
+    )
+
+
+def _mlp(text: dict[str, Any], hidden: int, figure: Any) -> int:
+    """Weights of one layer's feed-forward part that a token meets: in a mixture, its experts and the router."""
+    wide = figure("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
+    plain = text.get("model_type") in {
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "opt",
+        "phi",
+        "falcon",
+        "bloom",
+        "starcoder2",
+    }
+    matrices = 2 if plain else 3  # without and with a gate
+    if not experts:
+        return matrices * hidden * int(wide)
+    active = figure("num_experts_per_tok", "top_k", default=2)
+    wide = figure("moe_intermediate_size", "intermediate_size")
+    return matrices * hidden * int(wide) * int(active) + hidden * int(experts)
+
+
+def _sliding_layers(text: dict[str, Any], layers: int) -> int:
+    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+        return 0
+    kinds = text.get("layer_types")
+    return sum(kind == "sliding_attention" for kind in kinds) if kinds else layers

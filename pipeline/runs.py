@@ -1,0 +1,137 @@
+"""Training runs, from the `metrics.jsonl` that each leaves in its directory: one table, one page for one or several."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from pipeline.html import COLOURS, Page, Plot, Section, Table, lines, plot
+from pipeline.terminal import number, percent
+from shards.errors import PackError
+
+METRICS = "metrics.jsonl"
+MAX_POINTS = 2000  # more than a screen can tell apart
+# what is drawn, in this order, where a run has it: field, caption, unit
+CURVES = (
+    ("loss", "Training loss", "nats a target"),
+    ("eval_loss", "Evaluation loss", "nats a target"),
+    ("tokens_per_s", "Real tokens per second", "tokens/s"),
+    ("mfu", "Model FLOPs utilisation", "share of peak"),
+    ("data_wait", "Time that steps waited for data", "share of step"),
+    ("memory_gib", "Highest memory use", "GiB"),
+    ("grad_norm", "Gradient norm", ""),
+    ("lr", "Learning rate", ""),
+)
+
+
+class Run(NamedTuple):
+    """What one run wrote."""
+
+    path: str
+    lines: list[dict[str, Any]]
+    "One record of figures per logged step, `step` rising."
+
+
+def is_run(path: str) -> bool:
+    """Tell whether a directory is a training run's."""
+    return (Path(path) / METRICS).is_file()
+
+
+def read_run(path: str) -> Run:
+    """Read a run's figures; a last line that a killed run left half written is not one.
+
+    Raises:
+        PackError: A line is no record of figures, or there is none at all.
+    """
+    file = Path(path) / METRICS
+    raw = file.read_bytes().split(b"\n")
+    records = []
+    for position, line in enumerate(raw):
+        if not line.strip():
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            if position == len(raw) - 1:
+                continue
+            raise PackError(f"{file}, line {position + 1}: is not JSON. Remove the line, or train again.") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise PackError(f"{file}, line {position + 1}: has no step; expected what pack train writes.")
+        records.append(record)
+    if not records:
+        raise PackError(f"{file}: holds no figures yet. Wait for the first logged step.")
+    return Run(path, sorted(records, key=lambda record: record["step"]))
+
+
+def curve(run: Run, name: str) -> tuple[list[int], list[float]]:
+    """Return the steps and values of one figure, finite values only, thinned to what a screen shows, the last kept."""
+    points = [
+        (r["step"], r[name]) for r in run.lines if isinstance(r.get(name), int | float) and math.isfinite(r[name])
+    ]
+    stride = math.ceil(len(points) / MAX_POINTS) or 1
+    thinned = points[(len(points) - 1) % stride :: stride] if points else []
+    return [step for step, _ in thinned], [float(value) for _, value in thinned]
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """Return the figures of a run that one compares: last and lowest loss, and medians of the rest."""
+    values = {name: sorted(v for r in run.lines if isinstance(v := r.get(name), int | float)) for name, _, _ in CURVES}
+    losses = [r["loss"] for r in run.lines if isinstance(r.get("loss"), int | float)]
+    evaluations = [r["eval_loss"] for r in run.lines if isinstance(r.get("eval_loss"), int | float)]
+    medians = {
+        name: values[name][len(values[name]) // 2] if values[name] else None
+        for name in ("tokens_per_s", "mfu", "data_wait")
+    }
+    return {
+        "path": run.path,
+        "steps": run.lines[-1]["step"],
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "lowest_eval_loss": min(evaluations, default=None),
+        **medians,
+        "memory_gib": values["memory_gib"][-1] if values["memory_gib"] else None,
+    }
+
+
+def table(runs: list[Run]) -> Table:
+    """Return the runs side by side."""
+    rows = []
+    for entry in map(summary, runs):
+        shares = [percent(entry[name]) if entry[name] is not None else "–" for name in ("mfu", "data_wait")]
+        losses = [
+            f"{value:.4f}" if value is not None else "–"
+            for value in (entry["first_loss"], entry["last_loss"], entry["lowest_eval_loss"])
+        ]
+        speed = "–" if entry["tokens_per_s"] is None else f"{entry['tokens_per_s']:,.0f}"
+        memory = "–" if entry["memory_gib"] is None else f"{entry['memory_gib']:.1f} GiB"
+        rows.append([entry["path"], number(entry["steps"]), *losses, speed, *shares, memory])
+    return Table(
+        ["run", "steps", "first loss", "last loss", "best eval", "tokens/s", "MFU", "data wait", "memory"], rows
+    )
+
+
+def runs_page(runs: list[Run]) -> Page:
+    """Return the page of one or several runs, one colour a run."""
+    plots: list[Plot] = []
+    for name, caption, unit in CURVES:
+        traces = [
+            lines(
+                *curve(run, name),
+                name=run.path,
+                mode="lines+markers" if name == "eval_loss" else "lines",
+                line={"color": COLOURS[k % len(COLOURS)]},
+            )
+            for k, run in enumerate(runs)
+            if curve(run, name)[0]
+        ]
+        if traces:
+            axis = {"tickformat": ".1%"} if name in ("mfu", "data_wait") else {}
+            plots.append(plot(caption, traces, x="step", y=unit, yaxis=axis, showlegend=len(runs) > 1))
+    first = summary(runs[0])
+    cards = (
+        [{"value": f"{first['last_loss']:.4f}", "label": "last loss"}] if len(runs) == 1 and first["last_loss"] else []
+    )
+    title = runs[0].path if len(runs) == 1 else f"{len(runs)} training runs"
+    subtitle = f"{number(first['steps'])} steps" if len(runs) == 1 else ", ".join(run.path for run in runs)
+    return Page(title, subtitle, cards, [], [Section("Curves", plots=plots), Section("Summary", tables=[table(runs)])])

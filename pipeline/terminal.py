@@ -1,0 +1,218 @@
+"""Reports as a terminal shows them: wide or narrow, with or without colour, or piped into a file."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+Report = dict[str, Any]
+LOSSES = (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost"))
+LENGTHS = ("p1", "p5", "p25", "p50", "p75", "p95", "p99", "p99.9", "max")
+
+
+def show(*parts: RenderableType) -> None:
+    """Print on stdout; a pipe gets plain text of 100 columns."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100)
+    for part in parts:
+        console.print(part)
+
+
+def number(value: float | None) -> str:
+    """Return a count with thousands separated, a ratio with three digits."""
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in a unit that people read."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} TiB"
+
+
+def percent(share: float) -> str:
+    """Return a share; the digits that matter stay near 0 and 100 %."""
+    digits = 3 if 0 < share < 0.001 or 0.999 < share < 1 else 1
+    return f"{share:.{digits}%}"
+
+
+def grid(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    """Return a table whose first column is text; it folds where the terminal is narrow."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for position, name in enumerate(columns):
+        table.add_column(name, justify="right" if position else "left", overflow="fold", header_style="dim")
+    for row in rows:
+        table.add_row(*[Text(cell) for cell in row])
+    return table
+
+
+def dataset_view(report: Report) -> Group:
+    """Return everything about one dataset."""
+    parts: list[RenderableType] = [Text(report["path"], style="bold"), grid("", ["", ""], list(headline(report)))]
+    parts += [grid(title, columns, rows) for title, columns, rows in tables(report)]
+    parts += [Text(f"! {sentence}", style="yellow") for sentence in report["warnings"]]
+    return Group(*[Padding(part, (0, 0, 1, 0)) for part in parts])
+
+
+def comparison_view(reports: list[Report]) -> Group:
+    """Return several datasets side by side, what differs marked."""
+    names = [report["path"] for report in reports]
+    rows = []
+    for label, *values in zip_headlines(reports):
+        differs = "≠" if len(set(values)) > 1 else ""
+        rows.append([label, differs, *values])
+    warned = [Text(f"! {report['path']}: {text}", style="yellow") for report in reports for text in report["warnings"]]
+    return Group(grid("", ["", "", *names], rows), *warned)
+
+
+def zip_headlines(reports: list[Report]) -> Iterator[list[str]]:
+    """Yield a label and one value per report, for every line that any of them has."""
+    columns = [dict(comparable(report)) for report in reports]
+    labels = list(dict.fromkeys(label for column in columns for label in column))
+    for label in labels:
+        yield [label, *[column.get(label, "–") for column in columns]]
+
+
+def comparable(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield what is worth setting side by side: the recipe, the headline, lengths and losses."""
+    recipe = report["recipe"]
+    yield "dataset", report["dataset_id"][:16]
+    for key in ("seq_len", "packer", "seed"):
+        yield key, str(recipe[key])
+    yield "tokenizer", f"{recipe['tokenizer']['digest'][:12]}, {recipe['tokenizer']['vocab_size']:,} entries"
+    for source in recipe["sources"]:
+        yield f"source {source['name']}", f"{source['files']:,} files, {size(source['bytes'])}"
+        chosen = {
+            key: value
+            for key, value in source["records"].items()
+            if value not in (None, False) and key != "chat_template"
+        }
+        for key in ("kind", "train_on", "overlong"):
+            yield f"source {source['name']}: {key}", str(chosen.get(key, "–"))
+    yield from ((label, value) for label, value in headline(report) if label not in ("dataset", "recipe"))
+    for percentile in LENGTHS:
+        yield f"document length {percentile}", number(report["lengths"]["documents"].get(percentile))
+    for thing, lost in LOSSES:
+        for reason, count in sorted(report[thing][lost].items()):
+            yield f"{thing} lost: {reason}", number(count)
+
+
+def headline(report: Report) -> Iterator[list[str]]:
+    """Yield the label and value of every headline figure."""
+    recipe, fill = report["recipe"], report["fill"]
+    documents, tokens, targets = report["documents"], report["tokens"], report["targets"]
+    yield ["dataset", f"{report['dataset_id'][:16]}  plan {report['plan_id'][:16]}"]
+    yield [
+        "recipe",
+        f"seq_len {recipe['seq_len']:,}, packer {recipe['packer']}, tokenizer of {recipe['tokenizer']['vocab_size']:,}",
+    ]
+    yield ["documents", f"{documents['packed']:,} of {documents['read']:,} read" + _parts(documents)]
+    yield ["segments", f"{report['segments']:,}"]
+    yield ["packs", f"{report['packs']:,}, {report['segments_per_pack']['mean']:.2f} segments each"]
+    yield ["tokens", f"{tokens['packed']:,} of {tokens['read']:,} read"]
+    share = targets["packed"] / tokens["packed"] if tokens["packed"] else 0.0
+    yield ["targets", f"{targets['packed']:,} ({percent(share)} of the tokens)"]
+    yield [
+        "fill rate",
+        f"{percent(fill['rate'])}; {percent(fill['above_min'])} above the fewest possible, {fill['min_packs']:,} packs",
+    ]
+    steps = report["steps"]
+    yield [
+        "steps per epoch",
+        f"{steps['per_epoch']:,} of {steps['packs_per_step']:,} packs, {steps['left_over_packs']:,} packs left over",
+    ]
+    yield ["on disk", f"{size(report['disk']['bytes'])} in {report['disk']['shards']:,} shards"]
+    yield from _built(report["build"], tokens["read"])
+
+
+def _parts(documents: Report) -> str:
+    extra = [f"{documents[key]:,} {key}" for key in ("split", "truncated") if documents[key]]
+    extra += [f"{sum(documents['dropped'].values()):,} dropped"] if any(documents["dropped"].values()) else []
+    return f" ({', '.join(extra)})" if extra else ""
+
+
+def _built(build: Report, tokens: int) -> Iterator[list[str]]:
+    for entry in build["tokenizer"]:
+        yield ["tokenizer engine", f"{entry['engine']} {entry['version']}, guard: {entry['guard']['result']}"]
+    seconds = build.get("seconds")
+    if seconds:
+        yield ["built in", f"{seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s, {build['workers']} workers"]
+
+
+Rows = Iterator[list[str]]
+
+
+def _feedings(report: Report) -> Rows:
+    yield ["", "tokens computed", "padding", "attention pairs", "cost"]
+    for way in report["feedings"]:
+        figures = [number(way["slots"]), percent(way["padding"]), number(way["attention_pairs"])]
+        yield [way["name"], *figures, f"{way['relative_cost']:.2f} x"]
+
+
+def _losses(report: Report) -> Rows:
+    yield ["source", "what", "read", "packed", "reasons"]
+    for source in report["sources"]:
+        for thing, lost in LOSSES:
+            sheet = source[thing]
+            reasons = [f"{reason} {n:,}" for reason, n in sorted(sheet[lost].items(), key=lambda x: -x[1]) if n]
+            if reasons:
+                yield [source["name"], thing, number(sheet["read"]), number(sheet["packed"]), ", ".join(reasons)]
+
+
+def _lengths(report: Report) -> Rows:
+    yield ["", "mean", *LENGTHS]
+    for kind in ("documents", "segments"):
+        figures = report["lengths"][kind]
+        if figures["count"]:
+            yield [kind, f"{figures['mean']:,.1f}", *[number(figures[p]) for p in LENGTHS]]
+
+
+def _stragglers(report: Report) -> Rows:
+    entries = report["cost"]["straggler"]
+    yield ["ranks", *(entries[0]["orders"] if entries else [])]
+    for entry in entries:
+        factors = [f"{factor:.3f}" if factor else "too few packs" for factor in entry["orders"].values()]
+        yield [f"{entry['ranks']}", *factors]
+
+
+def _sources(report: Report) -> Rows:
+    yield ["source", "documents", "tokens", "share of tokens", "share of targets", "packs", "passes of the mix"]
+    times = {entry["source"]: f"{entry['passes']:.2f}" for entry in report["mix"]}
+    for source in report["sources"] if len(report["sources"]) > 1 or times else []:
+        figures = [number(source[thing]["packed"]) for thing in ("documents", "tokens")]
+        shares = [percent(source[f"share_of_{thing}"]) for thing in ("tokens", "targets")]
+        yield [source["name"], *figures, *shares, number(source["packs"]), times.get(source["name"], "-")]
+
+
+def _longest(report: Report) -> Rows:
+    yield ["source", "document", "tokens"]
+    for source in report["sources"]:
+        for entry in source["longest"][:3]:
+            document = f"{entry['doc_id'] >> 32}:{entry['doc_id'] & 0xFFFFFFFF}"
+            yield [source["name"], document, number(entry["tokens"])]
+
+
+TABLES: dict[str, Callable[[Report], Rows]] = {
+    "Padding avoided": _feedings,
+    "Lost": _losses,
+    "Lengths in tokens": _lengths,
+    "Slowest rank against the mean": _stragglers,
+    "Sources": _sources,
+    "Longest documents, above seq_len": _longest,
+}
+
+
+def tables(report: Report) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield title, columns and rows of every table that has rows; terminal and page show the same ones."""
+    for title, make in TABLES.items():
+        columns, *rows = make(report)
+        if rows:
+            yield title, columns, rows
