@@ -46,6 +46,8 @@ class TokenizerSpec:
     "Ids that the tokenizer puts after a text."
     added: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
     "Control tokens, text -> id: every added token but layout. Not in the plan: the digest covers it."
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    "Control token -> those of lstrip, rstrip, single_word and special that it sets. Not in the plan."
     special_tokens: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     "bos_token, eos_token, … -> text, as a chat template sees them. Not in the plan."
     chat_template: str | None = field(default=None, repr=False, compare=False)
@@ -130,6 +132,10 @@ def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> Tok
         vocab_size=len(ids),
         max_id=max(ids.values()),
         added=control_tokens(tokenizer),
+        flags={
+            token["content"]: tuple(name for name in ("lstrip", "rstrip", "single_word", "special") if token.get(name))
+            for token in tokenizer.get("added_tokens") or ()
+        },
         special_tokens=special_tokens,
         chat_template=template,
         **known,

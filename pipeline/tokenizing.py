@@ -114,11 +114,11 @@ class Encoder:
         self.spec = spec_from_files(files, name)
         self.parse_special = parse_special
         self.guard_failed = False
-        self._content = full_json(parsed) if parse_special else plain_json(parsed)
+        self.content = full_json(parsed) if parse_special else plain_json(parsed)
         self._offsets_tokenizer: Any = None
         self._control = np.zeros(self.spec.max_id + 1, dtype=bool)
         self._control[list(self.spec.added.values())] = not parse_special
-        self._reference = ENGINES[REFERENCE].open(self._content)
+        self._reference = ENGINES[REFERENCE].open(self.content)
         self._check_control()
         self._engine, self._fast = self._choose(engine)
         self._checked = {"documents": 0, "bytes": 0}
@@ -156,7 +156,7 @@ class Encoder:
             TokenizerError: A text holds a lone surrogate, which has no UTF-8 form.
         """
         if self._offsets_tokenizer is None:
-            self._offsets_tokenizer = _reference(self._content)
+            self._offsets_tokenizer = _reference(self.content)
         lengths, ids, spans = [0] * len(texts), [], []
         try:
             for index, text in enumerate(texts):  # one by one: an encoding with offsets is large
@@ -194,7 +194,7 @@ class Encoder:
             if name == REFERENCE:
                 continue
             try:
-                return name, ENGINES[name].open(self._content)
+                return name, ENGINES[name].open(self.content)
             except BaseException as error:
                 if not _is_engine_fault(error):
                     raise
