@@ -255,7 +255,7 @@ def disagreement(backend: Backend, needs: Needs, window: int | None) -> str | No
         q, k, v = leaves
         try:
             out = attend(q, k, v, cu_seqlens, 200, window, needs.head_dim**-0.5)
-            results.append([out, *torch.autograd.grad(out, leaves, upstream.to(dtype))])
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))])
         except (ImportError, AttributeError, AssertionError, RuntimeError, TypeError, ValueError) as error:
             return f"fails on this machine ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
     worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True))

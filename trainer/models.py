@@ -125,7 +125,7 @@ def load_model(
     if report.accepted:
         needs = replace(_widest(report.needs), dtype=compute_dtype or dtype)
         backend, lines = pick_backend(attention, needs, prove=True)
-        return LoadedModel(model=model, backend=backend, report=report, notes=[*notes, *lines, *report.notes])
+        return LoadedModel(model=model.train(), backend=backend, report=report, notes=[*notes, *lines, *report.notes])
     if packed:
         raise ModelError(
             f"{name} ({report.model_type}): the model {report.reason}. Use another model, or a bucketed dataset"
@@ -135,11 +135,18 @@ def load_model(
         model.set_attn_implementation("sdpa")
     report.vocab_size = model.get_input_embeddings().weight.shape[0]
     note = f"rows hold one document each and run on native attention: the model {report.reason}"
-    return LoadedModel(model=model, backend=None, report=report, notes=[note])
+    return LoadedModel(model=model.train(), backend=None, report=report, notes=[note])
 
 
 def _widest(needs: list[Needs]) -> Needs:
     return max(needs, key=lambda each: max(each.head_dim, each.value_dim))
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep only the input of each layer in forward, and recompute the rest in backward."""
+    # Renamed late in transformers 5; the old name warns.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def check_model(name: str) -> ModelReport:

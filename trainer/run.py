@@ -21,7 +21,7 @@ from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
 from trainer.loss import PackedLM
 from trainer.metrics import Cost, Metrics, cost_of
-from trainer.models import LoadedModel, load_model
+from trainer.models import LoadedModel, checkpoint_activations, load_model
 from trainer.optimizer import build_optimizer
 
 FIXED_ON_RESUME = ("model", "lora_rank", "lora_targets", "freeze")  # what a checkpoint's tensors depend on
@@ -81,7 +81,7 @@ def set_up(config: TrainConfig, world: World) -> Run:
     torch.manual_seed(config.seed)
     model = add_adapters(loaded.model, config)
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     cost = cost_of(model)
     lm = PackedLM(
         model,
@@ -145,6 +145,7 @@ def _load(config: TrainConfig, world: World, dataset: Dataset) -> LoadedModel:
         dtype=torch.bfloat16 if narrow else torch.float32,
         compute_dtype=torch.float32 if config.dtype == "fp32" else torch.bfloat16,
         attention=config.attention,
+        liger=config.liger,
         device=world.device,
         packed=dataset.packer != "bucketed",
     )
