@@ -126,7 +126,8 @@ def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> Tok
     if "add_eos_token" in config:
         suffix = (eos_id,) if config["add_eos_token"] and eos_id is not None else ()
     template = _chat_template(files, config)
-    known = {"bos_id": bos_id, "eos_id": eos_id, "pad_id": id_of("pad_token"), "prefix_ids": prefix, "suffix_ids": suffix}
+    known: dict[str, Any] = {"bos_id": bos_id, "eos_id": eos_id, "pad_id": id_of("pad_token")}
+    known |= {"prefix_ids": prefix, "suffix_ids": suffix}
     return TokenizerSpec(
         digest=_digest(tokenizer, {**known, "chat_template": template}),
         vocab_size=len(ids),
@@ -149,7 +150,7 @@ def parse(content: bytes | None, where: str) -> dict[str, Any]:
         TokenizerError: It is missing, not JSON, or holds no model.
     """
     try:
-        tokenizer = orjson.loads(content or b"")
+        tokenizer: dict[str, Any] = orjson.loads(content or b"")
     except orjson.JSONDecodeError as error:
         raise TokenizerError(f"{where}: not JSON ({error}); expected a tokenizer. Fetch the file again.") from None
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
@@ -277,9 +278,8 @@ def _digest(tokenizer: Mapping[str, Any], known: Mapping[str, Any]) -> str:
 
 def _download(name: str) -> dict[str, bytes]:
     """Fetch the tokenizer files of a hub repository, from the cache where they are there."""
-    import httpx
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     files = {}
     for file in FILES:
@@ -290,7 +290,7 @@ def _download(name: str) -> dict[str, bytes]:
                 raise _unknown(name, error) from None
         except EntryNotFoundError:  # the repository has no such file
             continue
-        except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        except (OSError, ValueError) as error:  # transport errors are OSError, a wrong name is ValueError
             raise _unknown(name, error) from None
     return files
 

@@ -3,7 +3,7 @@
 The reference is `tokenizers` (1.4 MB/s a core on Llama-3.1); `fastokens` and `gigatoken` give the same ids at 30 to 45
 MB/s. Trust is earned in every process: a fixed set of hard texts, the first documents, and pieces of at most 0.1 % of
 the bytes all along the run are encoded by both. One difference, and this encoder uses the reference for good, starting
-with the batch at hand; the build then redoes what the fast engine made elsewhere. A new engine is an entry in `ENGINES`.
+with the batch at hand; the build redoes what the fast engine made elsewhere. A new engine is an entry in `ENGINES`.
 """
 
 import os
@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.tokenizer_spec import JSON, TokenizerSpec, full_json, load_spec, parse, plain_json, read_files, spec_from_files
+from pipeline.tokenizer_spec import (
+    JSON,
+    TokenizerSpec,
+    full_json,
+    load_spec,
+    parse,
+    plain_json,
+    read_files,
+    spec_from_files,
+)
 from shards.errors import TokenizerError
 
 __all__ = ["ENGINES", "Encoder", "Engine", "TokenizerSpec", "load_spec", "spec_from_files"]
@@ -213,10 +222,15 @@ class Encoder:
         except BaseException as error:
             if isinstance(error, UnicodeEncodeError | TypeError) or not _is_engine_fault(error):
                 raise
-            return self._distrust()
+            self._distrust()
+            return None
         if ids.size and (ids.min() < 0 or ids.max() > self.spec.max_id or self._control[ids].any()):
-            return self._distrust()
-        return (ids, offsets) if self._agree(self._sample(texts)) else self._distrust()
+            self._distrust()
+            return None
+        if not self._agree(self._sample(texts)):
+            self._distrust()
+            return None
+        return ids, offsets
 
     def _distrust(self) -> None:
         self._fast, self.guard_failed = None, True
@@ -263,7 +277,7 @@ class Encoder:
         forged = [index for index in np.unique(ids[self._control[ids]]).tolist() if index != unknown]
         if forged:
             raise TokenizerError(
-                f"tokenizer: plain text still becomes the control token with id {forged[0]}; expected plain tokens only. "
+                f"tokenizer: plain text still becomes the control token with id {forged[0]}; expected plain tokens. "
                 "Use --parse-special, or report this tokenizer."
             )
 
@@ -275,9 +289,10 @@ def hard_texts(added: Iterable[str] = ()) -> Iterator[str]:
         *("I'm you'LL WE'VE they'd it's 'S 'tis", "don’t “quote” —dash…", "1 12 123 1234 12345 1,234,567.89 3٣३"),
         *("é e\u0301 Å A\u030a ﬁ ½ ① Ⅷ", "한국어 한국어 日本語テキスト 中文,。!", "שלום مرحبا हिन्दी ไทย ქართული"),
         *("👩\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈 🇩🇪 👍🏽", "\ufeffbom \u2028 \u2029 \u0085 \u00a0 \u3000 \u200b \u00ad"),
-        *("\x00\x01\x1f\x7f", "a\x00b", "\U0010ffff\ue000\ufffd", "▁▁ ▁a", "<0x0A> <0xFF>", "Ġ Ċ ĉ", "x" * 300, "ab" * 500),
-        *("=" * 200, "_" * 70 + " " * 70 + "\n" * 70, "https://ex.org/a?b=c&d=%20#e", "def f(x):\n\treturn {'a': [x]}\n"),
-        *("CamelCaseHTTPServer2 snake_case kebab-case", "İSTANBUL ǅ ß ẞ ſ K", "a\u0301\u0302\u0303\u0304", "\u1100\u1161\u11a8"),
+        *("\x00\x01\x1f\x7f", "a\x00b", "\U0010ffff\ue000\ufffd", "▁▁ ▁a", "<0x0A> <0xFF>", "Ġ Ċ ĉ"),
+        *("x" * 300, "ab" * 500, "=" * 200, "_" * 70 + " " * 70 + "\n" * 70, "https://ex.org/a?b=c&d=%20#e"),
+        *("def f(x):\n\treturn {'a': [x]}\n", "\u1100\u1161\u11a8", "a\u0301\u0302\u0303\u0304"),
+        *("CamelCaseHTTPServer2 snake_case kebab-case", "İSTANBUL ǅ ß ẞ ſ K"),
     ]
     yield from traps
     for text in list(added)[:100]:

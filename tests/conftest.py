@@ -20,7 +20,7 @@ TRAINING_TEXTS = [
     "Ein Satz auf Deutsch mit Umlauten: äöü. Une phrase en français: à la crème brûlée.",
     "1 2 3 10 100 1000 2024 3.14159 -7 42",
 ]
-OTHER_TEXTS = ["Lorem ipsum dolor sit amet, consectetur adipiscing elit, sed do eiusmod tempor incididunt ut labore."] * 3
+OTHER_TEXTS = ["Lorem ipsum dolor sit amet, consectetur adipiscing elit, sed do eiusmod tempor incididunt."] * 3
 SPECIALS = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 
 

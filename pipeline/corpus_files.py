@@ -1,0 +1,103 @@
+"""Corpus files as bytes: local paths and fsspec URLs, opened, measured and fingerprinted the same way."""
+
+import os
+from typing import IO, Any
+
+import xxhash
+
+from shards.errors import SourceError
+
+END_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 64 << 10, 4 << 10, 14
+ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "checksum")
+
+
+def is_url(location: str) -> bool:
+    """Whether a location belongs to fsspec."""
+    return "://" in location
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """Return the fsspec filesystem of a URL, and the path inside it.
+
+    Raises:
+        SourceError: What this kind of URL needs is not installed.
+    """
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise SourceError(f"{url}: {error}. Install what fsspec needs for this kind of URL.") from None
+    return filesystem, path
+
+
+def open_source(location: str) -> IO[bytes]:
+    """Open a local path or a URL for reading, with seek.
+
+    Raises:
+        SourceError: It cannot be opened.
+    """
+    try:
+        if not is_url(location):
+            return open(location, "rb")
+        filesystem, path = filesystem_of(location)
+        stream: IO[bytes] = filesystem.open(path, "rb")
+        return stream
+    except OSError as error:
+        raise unreadable(location, error) from None
+
+
+def size_of(location: str) -> int:
+    """Return the size in bytes.
+
+    Raises:
+        SourceError: There is no such file.
+    """
+    try:
+        if not is_url(location):
+            return os.stat(location).st_size
+        filesystem, path = filesystem_of(location)
+        return int(filesystem.info(path)["size"])
+    except OSError as error:
+        raise unreadable(location, error) from None
+
+
+def fingerprint(location: str) -> str:
+    """Return the etag of an object store, or size + xxh3 of both ends and fixed samples.
+
+    Raises:
+        SourceError: The file cannot be read.
+    """
+    if is_url(location):
+        filesystem, path = filesystem_of(location)
+        filesystem.invalidate_cache()
+        try:
+            info = filesystem.info(path)
+        except OSError as error:
+            raise unreadable(location, error) from None
+        if etag := next((info[key] for key in ETAGS if info.get(key)), None):
+            return "etag:" + str(etag).strip('"')
+    digest, size = xxhash.xxh3_128(), size_of(location)
+    with open_source(location) as stream:
+        if size <= 2 * END_BYTES + NUM_SAMPLES * SAMPLE_BYTES:
+            digest.update(stream.read())
+        else:
+            digest.update(stream.read(END_BYTES))
+            for sample in range(1, NUM_SAMPLES + 1):
+                stream.seek(size * sample // (NUM_SAMPLES + 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+            stream.seek(size - END_BYTES)
+            digest.update(stream.read())
+    return f"{size}-{digest.hexdigest()}"
+
+
+def unreadable(location: str, error: OSError) -> SourceError:
+    """Return the error for a file that cannot be read."""
+    return SourceError(f"{location}: cannot be read ({error.strerror or error}). Check the path and its permissions.")
+
+
+def changed(name: str) -> SourceError:
+    """Return the error for a file that changed while it was read."""
+    return SourceError(
+        f"{name}: changed while it was read; expected the same bytes throughout. Build again with --overwrite."
+    )

@@ -1,0 +1,165 @@
+"""What a record is: raw bytes or column values to text or objects, and a name for everything that is not one.
+
+`many` takes the fast road for a whole batch (one C call per record) and gives up with None; `one` then finds out which
+record is bad, and why.
+"""
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import orjson
+
+from pipeline.config import RecordOptions
+from pipeline.streams import FAULT
+
+EXCERPT_CHARS = 200
+KINDS = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", bytes: "bytes, not UTF-8 text"}
+
+
+class BadRecord(Exception):
+    """A record that cannot be used; the message says why, without a place."""
+
+
+class Form(NamedTuple):
+    """How raw records become values."""
+
+    many: Callable[[list[Any]], list[Any] | None]
+    one: Callable[[Any], Any]
+
+
+@lru_cache(maxsize=64)
+def json_form(options: RecordOptions) -> Form:
+    """Return the form of JSON lines."""
+    if options.kind != "text":
+        return Form(_parse_objects, parse_object)
+    path = options.text_field
+
+    def many(lines: list[bytes]) -> list[Any] | None:
+        try:
+            values = [record[path] for record in map(orjson.loads, lines)]
+        except (orjson.JSONDecodeError, LookupError, TypeError):
+            return None
+        return values if set(map(type, values)) <= {str} else None
+
+    return Form(many, lambda line: text_of(parse_object(line), path))
+
+
+@lru_cache(maxsize=64)
+def text_form(options: RecordOptions) -> Form:
+    """Return the form of plain text: whole files as they stand, lines without their ends; a BOM is left out."""
+    whole = options.text_unit == "file"
+
+    def one(raw: bytes) -> Any:
+        try:
+            text = raw.decode("utf-8-sig" if whole else "utf-8")
+        except UnicodeDecodeError as error:
+            raise BadRecord(_not_utf8(raw, error)) from None
+        text = text if whole else text.removesuffix("\r")
+        return text if options.kind == "text" else {options.text_field: text}
+
+    return Form(lambda raws: None, one)
+
+
+@lru_cache(maxsize=64)
+def value_form(options: RecordOptions) -> Form:
+    """Return the form of column values: the text column's values, or whole rows."""
+    if options.kind != "text":
+        return Form(lambda rows: rows, lambda row: row)
+    head, _, rest = options.text_field.partition(".")
+
+    def many(values: list[Any]) -> list[Any] | None:
+        return values if set(map(type, values)) <= {str} else None
+
+    def one(value: Any) -> str:
+        return text_of({head: value}, options.text_field) if rest and isinstance(value, dict) else _text(value, head)
+
+    return Form(many, one)
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Parse one JSON line.
+
+    Raises:
+        BadRecord: It is not JSON in UTF-8, or not an object.
+    """
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        record = _parse_slowly(line)
+    if not isinstance(record, dict):
+        raise BadRecord(f"{name_of(record)}; expected a JSON object")
+    if len(record) == 1 and FAULT in record:
+        raise BadRecord(str(record[FAULT]))
+    return record
+
+
+def text_of(record: dict[str, Any], path: str) -> str:
+    """Return the text of a field; dots reach into nested objects where no field has the whole name.
+
+    Raises:
+        BadRecord: There is no such field, or it holds no text.
+    """
+    value: Any = record
+    if path in record:
+        return _text(record[path], path)
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            present = ", ".join(map(repr, list(record)[:20])) or "no fields at all"
+            raise BadRecord(f"no field {path!r}, only {present}; expected the text there (see --text-field)")
+        value = value[key]
+    return _text(value, path)
+
+
+def name_of(value: Any) -> str:
+    """Say what kind of JSON value this is."""
+    return KINDS.get(type(value)) or f"{'text' if isinstance(value, str) else 'a number'} ({value!r:.40})"
+
+
+def excerpt(raw: Any) -> str:
+    """Return the beginning of a raw record as printable text."""
+    if isinstance(raw, bytes):
+        return raw[: 4 * EXCERPT_CHARS].decode("utf-8", "backslashreplace")[:EXCERPT_CHARS]
+    return str(raw)[:EXCERPT_CHARS]
+
+
+def _text(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecord(f"field {path!r} is {name_of(value)}; expected text")
+    return value
+
+
+def _parse_objects(lines: list[bytes]) -> list[Any] | None:
+    try:
+        records = list(map(orjson.loads, lines))
+    except orjson.JSONDecodeError:
+        return None
+    return records if all(type(record) is dict and FAULT not in record for record in records) else None
+
+
+def _parse_slowly(line: bytes) -> Any:
+    """Find out what is wrong with a line that the fast parser refused, or accept what Python's own accepts."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRecord(_not_utf8(line, error)) from None
+    try:
+        record = json.loads(text)
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as error:
+        if "\0" in text:
+            raise BadRecord(f"NUL byte at column {text.index(chr(0)) + 1}; expected JSON") from None
+        cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+        hint = ", the line seems cut off" if cut else ""
+        raise BadRecord(f"not JSON ({error.msg} at column {error.pos + 1}{hint}); expected one object") from None
+    except UnicodeEncodeError as error:
+        surrogate = ord(error.object[error.start])
+        raise BadRecord(f"lone surrogate U+{surrogate:04X}; expected text that UTF-8 can hold") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        raise BadRecord(f"JSON that cannot be read ({error}); expected one object") from None
+    return record
+
+
+def _not_utf8(raw: bytes, error: UnicodeDecodeError) -> str:
+    return f"invalid UTF-8, byte 0x{raw[error.start]:02x} at column {error.start + 1}; expected UTF-8"

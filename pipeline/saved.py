@@ -1,0 +1,165 @@
+"""Data saved by other tools: datasets folders, hub datasets, Arrow and Parquet metadata.
+
+A folder of `save_to_disk`, and a hub dataset once `datasets` has put it into its cache, are lists of Arrow files. Only
+finding the hub's needs `datasets`; workers map the files themselves.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+
+from pipeline.corpus_files import is_url, open_source
+from shards.errors import SourceError
+
+
+def saved_files(path: str) -> list[str] | None:
+    """Return the Arrow files of a `save_to_disk` folder, in its own order; None for other directories.
+
+    Raises:
+        SourceError: The folder holds several splits, or its state cannot be read.
+    """
+    splits = os.path.join(path, "dataset_dict.json")
+    if os.path.isfile(splits):
+        names = orjson.loads(_read(splits)).get("splits", [])
+        if len(names) != 1:
+            raise SourceError(f"{path}: holds the splits {', '.join(names)}; expected one. Give {path}/SPLIT.")
+        return saved_files(os.path.join(path, names[0]))
+    state = os.path.join(path, "state.json")
+    if not os.path.isfile(state) or not os.path.isfile(os.path.join(path, "dataset_info.json")):
+        return None
+    try:
+        content = orjson.loads(_read(state))
+        return [os.path.join(path, entry["filename"]) for entry in content["_data_files"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise SourceError(f"{state}: not the state of a saved dataset ({error!r}). Save the dataset again.") from None
+
+
+def hub_files(spec: str) -> list[tuple[str, str]]:
+    """Fetch a dataset through `datasets`, and return (stable name, path) of its Arrow files.
+
+    Args:
+        spec: hf:NAME[/CONFIG][:SPLIT]; NAME may be a directory here. The split is train by default.
+
+    Raises:
+        SourceError: There is no such dataset, configuration or split.
+    """
+    import datasets
+
+    name, split = spec[3:], "train"
+    head, _, tail = name.rpartition(":")
+    if head and "/" not in tail and not os.path.exists(name):
+        name, split = head, tail
+    last: Exception | None = None
+    for path, config in _candidates(name):
+        try:
+            with _quiet(datasets):
+                dataset = datasets.load_dataset(path, config, split=split)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            last = last or error
+            continue
+        files = [entry["filename"] for entry in dataset.cache_files]
+        if sum(sum(arrow_units(file, name)) for file in files) != len(dataset):
+            raise SourceError(f"{spec}: is a part of its files; expected a whole split. Use save_to_disk first.")
+        return [(f"{name}:{split}/{os.path.basename(file)}", file) for file in files]
+    reason = str(last).strip().splitlines()[0] if last is not None and str(last).strip() else type(last).__name__
+    raise SourceError(f"{spec}: no such dataset or split ({reason}). Check the name, the split and the network.")
+
+
+def _candidates(name: str) -> Iterator[tuple[str, str | None]]:
+    """Read NAME[/CONFIG] in every way it can be meant, the likeliest first."""
+    parts = name.split("/")
+    if os.path.isdir(name):
+        yield name, None
+    elif os.path.isdir(os.path.dirname(name)):
+        yield os.path.dirname(name), os.path.basename(name)
+    elif len(parts) == 3:
+        yield "/".join(parts[:2]), parts[2]
+    else:
+        yield name, None
+        if len(parts) == 2:
+            yield parts[0], parts[1]
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Keep the library's progress bars off the terminal."""
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def parquet_units(location: str, name: str) -> tuple[int, ...]:
+    """Return the uncompressed bytes of each row group.
+
+    Raises:
+        SourceError: The file is not Parquet.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open_source(location) as stream:
+            metadata = pq.ParquetFile(stream).metadata
+            return tuple(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    except (pa.ArrowException, OSError) as error:
+        raise broken(name, "Parquet", error) from None
+
+
+def arrow_units(location: str, name: str) -> tuple[int, ...]:
+    """Return the rows of each record batch of a local Arrow file; nothing for a URL.
+
+    Raises:
+        SourceError: The file is not Arrow.
+    """
+    if is_url(location):
+        return ()
+    import pyarrow as pa
+
+    try:
+        return tuple(batch.num_rows for batch in arrow_batches(location))
+    except (pa.ArrowException, OSError) as error:
+        raise broken(name, "Arrow", error) from None
+
+
+def arrow_batches(location: str) -> Iterator[Any]:
+    """Yield the record batches of an Arrow IPC stream or file, mapped, not copied."""
+    import pyarrow as pa
+
+    source: Any = pa.PythonFile(open_source(location)) if is_url(location) else pa.memory_map(location)
+    with source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            reader = pa.ipc.open_file(source)
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            yield from pa.ipc.open_stream(source)
+
+
+def broken(name: str, kind: str, error: Exception) -> SourceError:
+    """Return the error for a file that is not what its name says."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return SourceError(f"{name}: cannot be read as {kind} ({reason}). Write the file again.")
+
+
+def is_lines(head: bytes) -> bool:
+    """Whether a file that begins so holds one JSON object per line, whatever its name says."""
+    line, newline, _ = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
+    if not newline or not line.startswith(b"{"):
+        return False
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def _read(path: str) -> bytes:
+    with open_source(path) as stream:
+        return stream.read()
