@@ -4,6 +4,7 @@ Nothing about a model changes in silence: attention dropout set to 0 is noted, w
 beyond the vocabulary are errors, embeddings are never resized.
 """
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,13 +67,13 @@ def _without_attention_dropout(config: Any) -> list[str]:
     return notes
 
 
-def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    """Return the model with random weights for a JSON file, with its own otherwise."""
+def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, attention: str, *, random: bool) -> Any:
+    """Return the model, with random weights or with its own."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     try:
-        if Path(name).suffix == ".json":
+        if random:
             with device:
                 return auto.from_config(config, dtype=dtype, attn_implementation=attention)
         model, info = auto.from_pretrained(
@@ -113,13 +114,13 @@ def load_model(
         ModelError: The model cannot be loaded, is not safe on packed rows, or the backend cannot serve it.
     """
     register()
-    device = torch.device(device)
+    device, random = torch.device(device), Path(name).suffix == ".json"
     config = load_config(name)
     reason = refusal(config)
     report = ModelReport(name=name, model_type=config.model_type, reason=reason)
     if reason is None:
         notes = _without_attention_dropout(config)
-        model = _build(name, config, dtype, device, IMPLEMENTATION)
+        model = _build(name, config, dtype, device, IMPLEMENTATION, random=random)
         notes += replace_layers(model, liger, device)
         report = inspect_model(model, name)
     if report.accepted:
@@ -130,7 +131,7 @@ def load_model(
         raise ModelError(
             f"{name} ({report.model_type}): the model {report.reason}. Use another model, or a bucketed dataset"
         )
-    model = _build(name, load_config(name), dtype, device, "eager")
+    model = _build(name, load_config(name), dtype, device, "eager", random=random)
     if model._supports_sdpa:
         model.set_attn_implementation("sdpa")
     report.vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -149,18 +150,46 @@ def checkpoint_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
+def _sampled(config: Any) -> Any:
+    """Return the configuration with few layers, words and experts: isolation hangs on a layer's code, not on them."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    total, types = text.num_hidden_layers, list(getattr(text, "layer_types", None) or ())
+    keep = min(total, max(2, *(types.index(kind) + 1 for kind in set(types)))) if types else min(total, 2)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == total:
+            setattr(text, name, value[:keep])
+    text.num_hidden_layers = keep
+    text.vocab_size = min(text.vocab_size, 1024)
+    for part in (config, text):
+        part.pad_token_id = part.bos_token_id = part.eos_token_id = None
+    for name in ("num_local_experts", "num_experts"):
+        if isinstance(count := getattr(text, name, None), int):
+            setattr(text, name, min(count, max(4, text.num_experts_per_tok)))
+    return config
+
+
 def check_model(name: str) -> ModelReport:
     """Report whether a model is safe to pack, and if not, why; see `ModelReport.text`.
 
+    A copy with random weights and the first few layers is probed, so that no weights are loaded.
+
     Raises:
-        ModelError: The model cannot be loaded at all.
+        ModelError: There is no such model.
     """
+    register()
     config = load_config(name)
     if reason := refusal(config):
         return ModelReport(name=name, model_type=config.model_type, reason=reason)
-    register()
-    _without_attention_dropout(config)
-    return inspect_model(_build(name, config, torch.float32, torch.device("cpu"), IMPLEMENTATION), name)
+    notes, small = _without_attention_dropout(config), _sampled(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _build(name, small, torch.float32, torch.device("cpu"), IMPLEMENTATION, random=True)
+    report = inspect_model(model, name)
+    text = config.get_text_config()
+    report.vocab_size = text.vocab_size
+    report.notes += [f"probed on the first {report.num_layers} of {text.num_hidden_layers} layers", *notes]
+    return report
 
 
 def check_segments(report: ModelReport, max_seqlen: int) -> list[str]:
