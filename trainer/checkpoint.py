@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,8 @@ class Checkpoints:
     def __init__(self, root: Path, keep: int, world: World, say: Callable[[str], None]) -> None:
         self.root, self.keep, self.world, self.say = root, max(1, keep), world, say
         self._alone = world.size == 1
+        if self._alone:  # said at every save and load, though we ask for it
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shards import Dataset, PackError
 from trainer.distributed import World, total
@@ -47,6 +48,8 @@ def evaluate(
     with torch.no_grad(), autocast:
         for batch, _ in feed(dataset, batches, tokens_per_batch, world.device, static_shapes):
             summed += module(batch)
+    if isinstance(module, FSDPModule):
+        module.reshard()  # no backward pass does it here; a gathered model has other parameters than the optimizer
     module.train()
     lm.weighting = weighting
     loss = total([summed], world)[0] / targets

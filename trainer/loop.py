@@ -41,6 +41,8 @@ class Trained:
     "Mean loss of a held-out target after the last step."
     model_dir: Path
     "The exported model."
+    is_main: bool = True
+    "Whether this process is the one that reports."
 
 
 @dataclass
@@ -71,7 +73,7 @@ def train(config: TrainConfig) -> Trained:
             run.checkpoints.close()
             figures = {"steps": run.step, "loss": run.loss, "held-out loss": run.eval_loss}
             model_dir = export(run.model, Path(config.out), run.dataset, config, world, figures)
-            return Trained(run.step, run.loss, run.eval_loss, model_dir)
+            return Trained(run.step, run.loss, run.eval_loss, model_dir, world.is_main)
     finally:
         distributed.stop(world)
 
@@ -223,7 +225,7 @@ def profiler(run: Run) -> AbstractContextManager[Any]:
     folder = Path(run.config.out) / "profile"
     folder.mkdir(exist_ok=True)
     return torch.profiler.profile(
-        schedule=torch.profiler.schedule(skip_first=2, wait=0, warmup=0, active=3, repeat=1),
+        schedule=torch.profiler.schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / "trace.json")),
     )
 

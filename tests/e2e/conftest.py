@@ -1,0 +1,81 @@
+"""A small dataset built from real text, and processes that train on it, forked from a server that has torch already."""
+
+import json
+import multiprocessing
+import random
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import BuildConfig, RecordOptions, build
+
+PROCESS = str(Path(__file__).parent / "train_process.py")
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Any]:
+    """The context that new processes come from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.loop", "transformers.models.llama.modeling_llama"])
+    yield context
+
+
+@pytest.fixture
+def run_training(processes: Any, tmp_path: Path) -> Callable[..., list[int]]:
+    """Run jobs (see `train_process.py`) one after another in `world_size` processes; return their exit codes."""
+    calls = 0
+
+    def run(jobs: list[dict[str, Any]], world_size: int = 1) -> list[int]:
+        nonlocal calls
+        calls += 1
+        facts = {"jobs": jobs, "world_size": world_size, "rendezvous": str(tmp_path / f"rendezvous-{calls}")}
+        started = [
+            processes.Process(target=runpy.run_path, args=(PROCESS, facts | {"rank": rank}, "__main__"))
+            for rank in range(world_size)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(240)
+        return [process.exitcode for process in started]
+
+    return run
+
+
+def write_questions(path: Path, number: int, seed: int = 0) -> Path:
+    """Instructions with answers of very different lengths."""
+    rng = random.Random(seed)
+    words = "the quick brown fox jumps over lazy dogs while packing puts documents into one row".split()
+    with path.open("w", encoding="utf-8") as file:
+        for k in range(number):
+            question, answer = (" ".join(rng.choices(words, k=rng.randint(1, most))) for most in (6, 14))
+            file.write(json.dumps({"prompt": f"{k}: {question}?", "completion": answer}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> str:
+    """A dataset of 150 instructions in packs of at most 128 tokens."""
+    root = tmp_path_factory.mktemp("packed")
+    build(
+        BuildConfig(
+            sources=(str(write_questions(root / "questions.jsonl", 150)),), out=str(root / "dataset"),
+            tokenizer=tokenizer_dir, seq_len=128, records=RecordOptions(kind="instruction"),
+        )
+    )  # fmt: skip
+    return str(root / "dataset")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """The configuration of a tiny Llama whose vocabulary holds every id of `tokenizer_dir`."""
+    path = tmp_path / "llama.json"
+    config = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
+    }  # fmt: skip
+    path.write_text(json.dumps(config))
+    return str(path)

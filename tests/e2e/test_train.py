@@ -1,0 +1,90 @@
+"""`pack train` from a built dataset to a model that transformers loads, and what it says when it cannot."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.cli import main
+from shards import Dataset
+
+
+def pack_train(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(main, ["train", *arguments, "--device", "cpu"])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def metrics_of(out: Path, key: str = "loss") -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def test_a_model_learns_and_loads_in_transformers_alone(packed, llama, tmp_path, tokenizer_dir):
+    out = tmp_path / "run"
+    flags = ["--steps", "30", "--packs-per-step", "4", "--tokens-per-batch", "256", "--lr", "1e-2", "--dtype", "fp32"]
+    result = pack_train(
+        packed, "--model", llama, "--out", str(out), *flags, "--log-every", "5", "--eval", packed, "--json",
+        "--eval-every", "10", "--tensorboard", "--profile",
+    )  # fmt: skip
+    losses = metrics_of(out)
+    assert sorted(losses) == [1, 5, 10, 15, 20, 25, 30]
+    assert losses[30] < 0.6 * losses[1]
+    assert json.loads(result.stdout)["steps"] == 30
+    assert (out / "profile" / "trace.json").stat().st_size
+    assert list((out / "tensorboard").iterdir())
+    assert (out / "checkpoints" / "best" / "checkpoint.json").exists()
+
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tokenizer_dir).chat_template
+    assert Dataset(packed).dataset_id in (out / "model" / "README.md").read_text()
+    total, targets = 0.0, 0
+    with torch.no_grad():
+        for row in Dataset(packed):  # every document alone, by transformers' own attention and loss
+            for start, stop in zip(row["cu_seqlens"][:-1], row["cu_seqlens"][1:], strict=True):
+                ids = torch.from_numpy(row["input_ids"][start:stop].astype("int64"))
+                labels = ids.where(torch.from_numpy(row["loss_mask"][start:stop].astype(bool)), -100)
+                loss = model(input_ids=ids[None], labels=labels[None], num_items_in_batch=1).loss
+                total, targets = total + float(loss), targets + int(row["loss_mask"][start:stop].sum())
+    assert targets == int(Dataset(packed).index.num_targets.sum())
+    assert metrics_of(out, "eval_loss")[30] == pytest.approx(total / targets, rel=1e-5)
+
+
+def test_a_used_run_directory_is_refused(packed, llama, tmp_path):
+    arguments = (packed, "--model", llama, "--out", str(tmp_path / "run"), "--steps", "1")
+    pack_train(*arguments)
+    result = pack_train(*arguments, code=1)
+    assert "holds a run already. Continue it with --resume" in result.stderr
+
+
+def test_resuming_a_finished_run_changes_nothing(packed, llama, tmp_path):
+    arguments = (packed, "--model", llama, "--out", str(tmp_path / "run"), "--steps", "2")
+    pack_train(*arguments)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    pack_train(*arguments, "--resume")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokens-per-batch", "100"], "--tokens-per-batch: 100; expected at least one pack of 128 tokens"),
+        (["--tokens-per-batch", "256", "--packs-per-step", "3"], "expected a multiple of 2"),
+        (["--packs-per-step", "1000000"], "packs"),
+        (["--mix", "web"], "--mix: 'web'; expected NAME=WEIGHT"),
+        (["--mix", "web=1"], "web"),
+        (["--freeze", "nothing*"], "matches no parameter"),
+        (["--eval-every", "3"], "Add --eval DATASET"),
+        (["--shard", "full"], "Start it with torchrun"),
+        (["--lr", "nan"], "--lr: nan"),
+        (["--attention", "flash-attn"], "--attention flash-attn"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line(packed, llama, tmp_path, flags, message):
+    result = pack_train(packed, "--model", llama, "--out", str(tmp_path / "run"), *flags, code=1)
+    assert message in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -1,0 +1,70 @@
+"""Several processes and dead processes: the same gradients, the same order, the same losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+SETTINGS = {
+    "dtype": "fp32", "lr": 1e-2, "schedule": "constant", "tokens_per_batch": 128, "packs_per_step": 8, "log_every": 1,
+    "device": "cpu", "keep": 9, "clip": 0.5,
+}  # fmt: skip
+
+
+def job(packed: str, llama: str, out: Path, **fields) -> dict:
+    return {"dataset": packed, "model": llama, "out": str(out), **SETTINGS, **fields}
+
+
+def figures_of(out: Path, key: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def assert_same_run(left: Path, right: Path, steps: int, tolerance: float = 2e-5) -> None:
+    for key in ("loss", "grad_norm"):
+        expected = figures_of(left, key)
+        assert sorted(expected) == list(range(1, steps + 1))
+        assert figures_of(right, key) == pytest.approx(expected, rel=tolerance, abs=0)
+    ours, theirs = (load_file(out / "model" / "model.safetensors") for out in (left, right))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert theirs[name].sub(tensor).abs().max() < 1e-3, name  # Adam turns tiny gradients into steps of size lr
+
+
+def test_two_processes_take_the_same_steps_as_one(packed, llama, tmp_path, run_training):
+    fields = {"steps": 3, "eval": packed, "loss_weighting": "document"}
+    assert run_training([job(packed, llama, tmp_path / "one", **fields)]) == [0]
+    jobs = [
+        job(packed, llama, tmp_path / "ddp", **fields),
+        job(packed, llama, tmp_path / "fsdp", shard="full", **fields),
+    ]
+    assert run_training(jobs, world_size=2) == [0, 0]
+    for name in ("ddp", "fsdp"):
+        assert_same_run(tmp_path / "one", tmp_path / name, 3)
+        assert figures_of(tmp_path / name, "eval_loss") == pytest.approx(
+            figures_of(tmp_path / "one", "eval_loss"), rel=1e-4
+        )
+
+
+def test_a_run_moves_from_two_processes_to_one_and_back(packed, llama, tmp_path, run_training):
+    assert run_training([job(packed, llama, tmp_path / "whole", steps=6)]) == [0]
+    out = tmp_path / "moving"
+    assert run_training([job(packed, llama, out, steps=2, shard="full")], world_size=2) == [0, 0]
+    assert run_training([job(packed, llama, out, steps=4, resume=True)]) == [0]
+    assert run_training([job(packed, llama, out, steps=6, resume=True)], world_size=2) == [0, 0]
+    assert_same_run(tmp_path / "whole", out, 6)
+
+
+@pytest.mark.parametrize("places", [[("step", 3), ("publish", 4)], [("publish", 2), ("step", 6)]])
+def test_a_killed_run_resumes_to_identical_losses(packed, llama, tmp_path, run_training, places):
+    fields = {"steps": 7, "save_every": 1, "schedule": "cosine"}
+    assert run_training([job(packed, llama, tmp_path / "whole", **fields)]) == [0]
+    out = tmp_path / "killed"
+    for number, place in enumerate(places):
+        assert run_training([job(packed, llama, out, resume=number > 0, kill=place, **fields)]) == [-9]
+    assert run_training([job(packed, llama, out, resume=True, **fields)]) == [0]
+    assert figures_of(out, "loss") == figures_of(tmp_path / "whole", "loss")
+    assert figures_of(out, "grad_norm") == figures_of(tmp_path / "whole", "grad_norm")
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("killed", "whole"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)

@@ -1,0 +1,56 @@
+"""One training process, run by path in a process of its own: `jobs`, `rank`, `world_size` and `rendezvous` come as globals.
+
+A job is the fields of a TrainConfig, and optionally `kill`: where the process ends itself with SIGKILL.
+"""
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainer.checkpoint
+import trainer.loop
+from trainer.config import TrainConfig
+
+jobs: list[dict[str, Any]] = globals()["jobs"]
+rank: int = globals()["rank"]
+world_size: int = globals()["world_size"]
+rendezvous: str = globals()["rendezvous"]
+
+
+def die() -> None:
+    """End this process as the kernel would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(kill: tuple[str, int]) -> None:
+    """Arrange for death: after the weights of a step moved, or between a checkpoint's files and its rename."""
+    place, step = kill
+    if place == "step":
+        take_step = trainer.loop.take_step
+
+        def dying_step(run: Any, *rest: Any) -> Any:
+            result = take_step(run, *rest)
+            return die() if run.step == step else result
+
+        trainer.loop.take_step = dying_step
+    else:
+        publish = trainer.checkpoint.Checkpoints._publish
+
+        def dying_publish(self: Any, temporary: Any, final: Any, content: Any, best: bool) -> None:
+            return die() if content["step"] == step else publish(self, temporary, final, content, best)
+
+        trainer.checkpoint.Checkpoints._publish = dying_publish
+
+
+torch.set_num_threads(1)
+if world_size > 1:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+for job in jobs:
+    if "kill" in job:
+        arm(job.pop("kill"))
+    trainer.loop.train(TrainConfig(**job))
+if world_size > 1:
+    dist.destroy_process_group()

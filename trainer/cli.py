@@ -1,0 +1,150 @@
+"""Commands of the trainer: flags to a config, one call, print. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import Any
+
+import click
+
+from shards.errors import PackError
+from trainer.config import CHOICES, TrainConfig, flag
+
+DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
+Command = Callable[..., Any]
+
+# flag, type (None for a switch), help; defaults and choices come from the config
+TRAIN_OPTIONS: list[tuple[str, Any, str]] = [
+    ("epochs", float, "Passes over the dataset."),
+    ("steps", int, "Optimizer steps, instead of --epochs."),
+    ("tokens_per_batch", int, "Tokens in a micro-batch on one device. [default: one pack]"),
+    ("packs_per_step", int, "Packs in an optimizer step, over all devices. [default: one micro-batch on each]"),
+    ("lr", float, "Highest learning rate."),
+    ("min_lr", float, "Learning rate at the end."),
+    ("schedule", str, "Shape of the learning rate after warm-up."),
+    ("warmup_steps", int, "Steps of linear warm-up."),
+    ("decay_steps", int, "Steps of the final decay of wsd. [default: a fifth of the run]"),
+    ("weight_decay", float, "Weight decay of matrices; norms and biases have none."),
+    ("beta1", float, "First beta of AdamW."),
+    ("beta2", float, "Second beta of AdamW."),
+    ("clip", float, "Largest gradient norm; 0 for no clipping."),
+    ("dtype", str, "bf16: fp32 weights, bf16 arithmetic; bf16-pure: bf16 weights too."),
+    ("attention", str, "Attention backend: auto, flash-attn-4, flash-attn, torch or cpu."),
+    ("compile", None, "Compile each layer; batches then have one shape."),
+    ("liger", str, "Fused kernels of liger-kernel; auto uses them where installed, on a GPU."),
+    ("loss_weighting", str, "What weighs the same: each target, or each document."),
+    ("z_loss", float, "Weight of the squared log-partition term."),
+    ("order", str, "Order of packs; cost-grouped evens out many ranks."),
+    ("last_step", str, "Packs that do not fill an epoch's last step: leave out, or fill up."),
+    ("mix", str, "Weights of named sources, such as web=0.7,code=0.3."),
+    ("mix_by", str, "What the weights of --mix count."),
+    ("mix_stop", str, "Source whose end is a mixed epoch's end."),
+    ("freeze", str, "Parameters left as they are: a pattern such as 'model.embed*'; repeatable."),
+    ("lora_rank", int, "Rank of LoRA adapters; 0 trains the model itself."),
+    ("lora_alpha", float, "LoRA scale. [default: twice the rank]"),
+    ("lora_targets", str, "Modules that get adapters, with commas. [default: all linear but the head]"),
+    ("activation_checkpointing", None, "Recompute layers in backward to save memory."),
+    ("shard", str, "Weights on each device: all (none) or a slice (full)."),
+    ("save_every", int, "Steps between checkpoints. [default: only at the end]"),
+    ("keep", int, "Checkpoints kept beside the best one."),
+    ("eval", str, "Held-out dataset directory."),
+    ("eval_every", int, "Steps between evaluations. [default: only at the end]"),
+    ("log_every", int, "Steps between lines of metrics."),
+    ("seed", int, "Seed of order, first weights and dropout."),
+    ("resume", None, "Continue from the newest sound checkpoint."),
+    ("profile", None, "Write a torch profiler trace of three steps."),
+    ("tensorboard", None, "Also write TensorBoard events."),
+    ("wandb", str, "Weights & Biases project to log to."),
+    ("device", str, "cuda or cpu. [default: cuda where there is one]"),
+    ("force", None, "Go on with an unpacked dataset or a foreign tokenizer."),
+]
+REPEATABLE = ("freeze",)
+
+
+def _train_options(command: Command) -> Command:
+    for name, kind, text in reversed(TRAIN_OPTIONS):
+        shown: dict[str, Any] = {"help": text, "default": None if name in REPEATABLE else DEFAULTS[name]}
+        if kind is None:
+            shown |= {"is_flag": True}
+        elif name in CHOICES:
+            shown |= {"type": click.Choice(CHOICES[name]), "show_default": True}
+        elif name in ("mix", "lora_targets"):
+            shown |= {"type": str, "default": ""}
+        else:
+            shown |= {"type": kind, "multiple": name in REPEATABLE, "show_default": DEFAULTS[name] not in (None, ())}
+        command = click.option(flag(name), name, **shown)(command)
+    return command
+
+
+@click.command()
+@click.argument("dataset", type=click.Path())
+@click.option("--model", required=True, help="Model name, directory, or config JSON (random weights).")
+@click.option("--out", required=True, type=click.Path(), help="Run directory.")
+@_train_options
+@click.option("--progress/--no-progress", default=None, help="Live line on stderr. [default: on a terminal]")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def train(as_json: bool, **flags: Any) -> None:
+    """Train a causal language model on a packed dataset.
+
+    \b
+    Example:
+      pack train data/corpus --model ./model --out runs/first --steps 1000 --lr 3e-4
+      torchrun --nproc-per-node 8 -m trainer data/corpus --model ./model --out runs/first --shard full
+    """
+    flags["mix"] = _parse_mix(flags["mix"])
+    flags["lora_targets"] = tuple(filter(None, flags["lora_targets"].split(",")))
+    flags["freeze"] = tuple(flags["freeze"])
+    config = TrainConfig(**flags)
+    from trainer.loop import train as run
+
+    result = run(config)
+    if not result.is_main:
+        return
+    if as_json:
+        click.echo(json.dumps(asdict(result) | {"model_dir": str(result.model_dir)}))
+    else:
+        held_out = "" if result.eval_loss is None else f", held-out loss {result.eval_loss:.4f}"
+        click.echo(f"{result.steps} steps, loss {result.loss:.4f}{held_out}; model in {result.model_dir}")
+
+
+def _parse_mix(text: str) -> tuple[tuple[str, float], ...]:
+    pairs = []
+    for part in filter(None, text.split(",")):
+        name, _, weight = part.partition("=")
+        try:
+            pairs.append((name.strip(), float(weight)))
+        except ValueError as error:
+            raise PackError(f"--mix: {part!r}; expected NAME=WEIGHT, such as web=0.7,code=0.3.") from error
+    return tuple(pairs)
+
+
+@click.command(name="check-model")
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.pass_context
+def check_model(ctx: click.Context, model: str, as_json: bool) -> None:
+    """Prove a model safe to pack, or say why it is not.
+
+    \b
+    Example:
+      pack check-model ./model
+    """
+    from trainer.models import check_model as check
+
+    report = check(model)
+    click.echo(json.dumps(asdict(report), default=str) if as_json else report.text())
+    if not report.accepted:
+        ctx.exit(1)
+
+
+def main() -> None:
+    """Run `train` by itself, as torchrun starts it."""
+    try:
+        train.main(standalone_mode=False)
+    except PackError as error:
+        raise SystemExit(f"Error: {error}") from error
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from error

@@ -1,0 +1,93 @@
+"""Packed rows for other trainers: what `transformers.Trainer` and TRL's `SFTTrainer` expect of a batch.
+
+Rows are laid end to end in one row of length T with `position_ids`, the four keyword arguments of variable-length
+attention, and `labels` that are not shifted yet (these trainers shift). There is no attention mask: transformers prefers
+one to the boundaries and documents would see each other; `use_cache` is off for the same reason. What those trainers do
+to rows before they get here is checked, since each of it trains silently on something else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shards.errors import PackError
+from trainer.batch import IGNORED
+
+_NEEDED = ("input_ids", "cu_seqlens", "loss_mask")
+
+
+class PackedCollator:
+    """Collate rows of `shards.Dataset` or of `datasets.load_from_disk` into one flattened batch.
+
+    The model must use the boundaries: load it with `trainer.models.load_model`, or with an attention implementation of
+    transformers that reads `cu_seq_lens_q`. Evaluation by these trainers averages over batches, not over tokens; score
+    held-out packs with `trainer.evaluate`.
+
+    Raises:
+        PackError: transformers would split batches over several GPUs of one process.
+    """
+
+    def __init__(self) -> None:
+        if torch.cuda.device_count() > 1 and "LOCAL_RANK" not in os.environ:
+            raise PackError(
+                f"PackedCollator: {torch.cuda.device_count()} GPUs in one process; transformers would cut the row and its "
+                "boundaries into pieces. Start with torchrun, or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
+            )
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return one batch.
+
+        Args:
+            rows: Packs with at least `input_ids`, `cu_seqlens` and `loss_mask`, as arrays, tensors or lists.
+
+        Returns:
+            `input_ids`, `position_ids`, `labels`: int64 (1, T); `cu_seq_lens_q` and `cu_seq_lens_k`, the same int32
+            (segments + 1,); `max_length_q` and `max_length_k`, the longest segment; `use_cache`, False. `labels` holds
+            the id of every target in its own slot, -100 elsewhere.
+
+        Raises:
+            PackError: The trainer removed columns, or cut or packed the rows again.
+        """
+        ids, labels, offsets = [], [], [np.zeros(1, np.int64)]
+        at = 0
+        for row in rows:
+            _check(row)
+            tokens, mask = np.asarray(row["input_ids"]).astype(np.int64), np.asarray(row["loss_mask"])
+            ids.append(tokens)
+            labels.append(np.where(mask != 0, tokens, IGNORED))
+            offsets.append(np.asarray(row["cu_seqlens"])[1:].astype(np.int64) + at)
+            at += len(tokens)
+        cu_seqlens = np.concatenate(offsets)
+        lengths = np.diff(cu_seqlens)
+        positions = np.arange(at) - np.repeat(cu_seqlens[:-1], lengths)
+        boundaries, longest = torch.from_numpy(cu_seqlens.astype(np.int32)), int(lengths.max())
+        return {
+            "input_ids": torch.from_numpy(np.concatenate(ids))[None],
+            "position_ids": torch.from_numpy(positions)[None],
+            "labels": torch.from_numpy(np.concatenate(labels))[None],
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "use_cache": False,
+        }
+
+
+def _check(row: Mapping[str, Any]) -> None:
+    missing = [name for name in _NEEDED if name not in row]
+    if missing:
+        raise PackError(
+            f"PackedCollator: a row came without {', '.join(missing)}; the trainer removes columns that the model does not "
+            "name. Set remove_unused_columns=False."
+        )
+    length = len(row["input_ids"])
+    if int(row["cu_seqlens"][-1]) != length or len(row["loss_mask"]) != length:
+        raise PackError(
+            f"PackedCollator: a row has {length} ids, its boundaries end at {int(row['cu_seqlens'][-1])}; the trainer cut or "
+            "packed it again. Set dataset_kwargs={'skip_prepare_dataset': True} and packing=False (TRL)."
+        )
