@@ -7,11 +7,12 @@ both print. Decoding uses the tokenizer files inside the dataset: it needs no ne
 import json
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.text import Text
 
 from shards.errors import PackError
@@ -79,11 +80,12 @@ def describe(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None
     pack, (shard, local) = dataset[row], dataset.shard_of(row)
     bounds = pack["cu_seqlens"].tolist()
     sidecar = _sidecar(dataset, shard["window"])
+    files = next(source["files"] for source in dataset.plan["sources"] if source["name"] == shard["source"])
     parts = parts_of(dataset, shard["window"], set(pack["doc_ids"].tolist()))
     segments = [
         {
             "document": int(document),
-            "record": record_of(sidecar, int(document)),
+            "record": record_of(sidecar, files, int(document)),
             "start": start,
             "tokens": stop - start,
             "document_offset": int(offset),
@@ -124,12 +126,12 @@ def _sidecar(dataset: Dataset, window: int) -> dict[str, Any]:
     return dict(json.loads(file.read_bytes())) if file.exists() else {"spans": []}
 
 
-def record_of(sidecar: dict[str, Any], document: int) -> str:
+def record_of(sidecar: dict[str, Any], files: list[dict[str, Any]], document: int) -> str:
     """Return where a document came from: file, and its place among the records of its slice."""
     index = document & ((1 << WINDOW_SHIFT) - 1)
     for file, start, stop, first, count in sidecar["spans"]:
         if first <= index < first + count:
-            return f"{file}, record {index - first} of {start}:{stop}"
+            return f"{files[file]['name']}, record {index - first} of {start}:{stop}"
     return f"window {document >> WINDOW_SHIFT}, record {index}"
 
 
@@ -259,3 +261,43 @@ def legend(*, colour: bool) -> Text:
         "special target": "bold magenta underline",
     }
     return Text("  ").join(Text(name, style=style) for name, style in marks.items())
+
+
+def show_packs(
+    path: str,
+    *,
+    row: int,
+    doc: str | None,
+    grep: str | None,
+    limit: int,
+    tokens: int | None,
+    as_json: bool,
+) -> Iterator[str]:
+    """Yield what `pack show` prints, styled where stdout is a terminal that wants it.
+
+    Raises:
+        PackError: No such pack, document or text.
+    """
+    dataset, console = Dataset(path), Console()
+    decoder = Decoder(dataset.path / "tokenizer")
+    rows = [row]
+    if doc is not None:
+        rows = rows_of_document(dataset, document_id(doc))
+    elif grep is not None:
+        rows = list(islice(rows_with_text(dataset, grep, decoder), limit))
+        if not rows:
+            raise PackError(f"--grep {grep!r}: no segment of {path} holds this text. Check spelling and white space.")
+    colour = console.color_system is not None
+    for number in rows:
+        pack = describe(dataset, number, decoder, tokens=tokens)
+        if as_json:
+            yield json.dumps(pack)
+            continue
+        with console.capture() as capture:
+            for line in pack_view(pack, colour=colour):
+                console.print(line, soft_wrap=True)
+        yield capture.get()
+    if not as_json:
+        with console.capture() as capture:
+            console.print(legend(colour=colour))
+        yield capture.get().rstrip("\n")

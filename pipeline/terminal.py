@@ -216,3 +216,65 @@ def tables(report: Report) -> Iterator[tuple[str, list[str], list[list[str]]]]:
         columns, *rows = make(report)
         if rows:
             yield title, columns, rows
+
+
+def plan_view(plan: Report) -> Group:
+    """Return what a plan found out."""
+    sample, corpus, build = plan["sample"], plan["corpus"], plan["build"]
+    seen = "everything" if sample["whole"] else f"{sample['documents']:,} documents, {size(sample['bytes'])}"
+    of = "" if sample["whole"] or not sample["corpus_bytes"] else f" of {size(sample['corpus_bytes'])}"
+    spread = f" ± {corpus['tokens_plus_minus']:,}" if corpus["tokens_plus_minus"] else ""
+    rows = [
+        ["seen", f"{seen}{of} in {sample['seconds']:.1f} s"],
+        ["corpus", f"about {corpus['documents']:,} documents, {corpus['tokens']:,}{spread} tokens"],
+        [
+            "build",
+            f"about {duration(build['seconds'])} with {build['workers']} workers, {size(build['disk_bytes'])} on disk",
+        ],
+    ]
+    rows += (
+        [["left out", f"{sample['rejected']:,} unreadable, {sample['empty']:,} empty"]]
+        if sample["rejected"] + sample["empty"]
+        else []
+    )
+    best = plan["recommendation"]
+    advice = f"{best['seq_len']}: {best['reason']}" if best["seq_len"] else best["reason"]
+    return Group(
+        grid("", ["", ""], rows),
+        Text(),
+        grid(
+            "With the default packer",
+            ["seq_len", "packs", "full", "documents cut", "tokens lost", "cost a token"],
+            list(_by_seq_len(plan)),
+        ),
+        Text(),
+        grid(
+            "How full each packer fills packs",
+            ["seq_len", *dict.fromkeys(row["packer"] for row in plan["outcomes"])],
+            list(_by_packer(plan)),
+        ),
+        Text(f"\ncost: training FLOPs a token against the cheapest row, {plan['model']}", style="dim"),
+        Text(f"\n→ {advice}", style="bold"),
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that people read."""
+    for unit, step in (("s", 60.0), ("min", 60.0), ("h", 24.0)):
+        if seconds < 2 * step:
+            return f"{seconds:,.0f} {unit}" if seconds >= 10 else f"{seconds:,.1f} {unit}"
+        seconds /= step
+    return f"{seconds:,.1f} days"
+
+
+def _by_seq_len(plan: Report) -> Rows:
+    for row in plan["outcomes"]:
+        if row["packer"] == "auto":
+            spread = f" ± {percent(row['documents_cut_plus_minus'])}" if row["documents_cut_plus_minus"] else ""
+            figures = [percent(row["fill"]), percent(row["documents_cut"]) + spread, percent(row["tokens_lost"])]
+            yield [f"{row['seq_len']:,}", number(row["packs"]), *figures, f"{row['relative_cost']:.2f} x"]
+
+
+def _by_packer(plan: Report) -> Rows:
+    for seq_len in dict.fromkeys(row["seq_len"] for row in plan["outcomes"]):
+        yield [f"{seq_len:,}", *[percent(row["fill"]) for row in plan["outcomes"] if row["seq_len"] == seq_len]]

@@ -109,7 +109,7 @@ def write_dataset(tmp_path: Path) -> WriteDataset:
                 "lengths": length_histogram(segments),
                 "segment_lengths": length_histogram(segments),
                 "longest": [],
-                "spans": [[f"{source}.jsonl", 0, 1000, 0, len(segments)]],
+                "spans": [[0, 0, 1000, 0, len(segments)]],
                 "input_xxh3": "0",
                 "rejected": [],
                 "index": encode_index(rows.index()),
