@@ -63,6 +63,8 @@ class RecordBatch:
     "Bytes of corpus behind this batch."
     where: Callable[[int], str] = field(repr=False)
     "where(index) -> file and place of a record of this batch: lines and records count from 1, rows from 0."
+    reject: Callable[[int, str], None] = field(repr=False)
+    "reject(index, reason): refuse one of the values after all, as a bad record of the reader."
 
 
 class _Chunk(NamedTuple):
@@ -145,7 +147,12 @@ class WindowReader:
             indices = np.array(kept, dtype=np.int64)
         size = sum(chunk.size for chunk in chunks)
         self.raw_bytes += size
-        return RecordBatch(values, indices, size, where)
+
+
+        def reject(index: int, reason: str) -> None:
+            self._refuse(Rejected(index, where(index), reason, excerpt(raws[index - first])))
+
+        return RecordBatch(values, indices, size, where, reject)
 
     def _refuse(self, entry: Rejected) -> None:
         if self.on_error == "fail":

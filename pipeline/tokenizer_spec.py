@@ -175,6 +175,14 @@ def control_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+def unknown_id(tokenizer: Mapping[str, Any]) -> int | None:
+    """Return the id that stands for what the vocabulary cannot spell; None where everything can be spelled."""
+    model = tokenizer["model"]
+    if "unk_id" in model:
+        return None if model["unk_id"] is None else int(model["unk_id"])
+    return vocabulary(tokenizer).get(model.get("unk_token"))
+
+
 def full_json(tokenizer: Mapping[str, Any]) -> bytes:
     """Return the tokenizer that reads control text as control tokens: no padding, no truncation, nothing added."""
     return orjson.dumps({**tokenizer, "padding": None, "truncation": None, "post_processor": None})
