@@ -154,18 +154,22 @@ def _sampled(config: Any) -> Any:
     """Return the configuration with few layers, words and experts: isolation hangs on a layer's code, not on them."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    total, types = text.num_hidden_layers, list(getattr(text, "layer_types", None) or ())
-    keep = min(total, max(2, *(types.index(kind) + 1 for kind in set(types)))) if types else min(total, 2)
+    total, keep = text.num_hidden_layers, min(text.num_hidden_layers, 2)
+    for value in vars(text).values():
+        if isinstance(value, (list, tuple)) and len(value) == total and isinstance(value[0], (str, bool)):
+            keep = max(keep, *(value.index(kind) + 1 for kind in value))  # every kind of layer is among the first
     for name, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == total:
             setattr(text, name, value[:keep])
     text.num_hidden_layers = keep
     text.vocab_size = min(text.vocab_size, 1024)
     for part in (config, text):
-        part.pad_token_id = part.bos_token_id = part.eos_token_id = None
+        part.pad_token_id, part.bos_token_id, part.eos_token_id = 0, 1, 2
+    if getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = 0  # they share with layers that are no longer there
     for name in ("num_local_experts", "num_experts"):
         if isinstance(count := getattr(text, name, None), int):
-            setattr(text, name, min(count, max(4, text.num_experts_per_tok)))
+            setattr(text, name, min(count, max(4, getattr(text, "num_experts_per_tok", None) or 0)))
     return config
 
 
