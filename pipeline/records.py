@@ -148,7 +148,6 @@ class WindowReader:
         size = sum(chunk.size for chunk in chunks)
         self.raw_bytes += size
 
-
         def reject(index: int, reason: str) -> None:
             self._refuse(Rejected(index, where(index), reason, excerpt(raws[index - first])))
 
@@ -204,7 +203,8 @@ class WindowReader:
                 data = stream.read(asked)
                 if len(data) < asked:
                     raise changed(file.name)
-                data += stream.readline()
+                if not data.endswith(b"\n"):
+                    data += stream.readline()
                 yield self._lines(data, self._counter(file, piece.file, at), file, form, starts_file=at == 0)
                 at += len(data)
 

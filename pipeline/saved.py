@@ -132,7 +132,7 @@ def arrow_batches(location: str) -> Iterator[Any]:
     """Yield the record batches of an Arrow IPC stream or file, mapped, not copied."""
     import pyarrow as pa
 
-    source: Any = pa.PythonFile(open_source(location)) if is_url(location) else pa.memory_map(location)
+    source: Any = pa.PythonFile(open_source(location), mode="r") if is_url(location) else pa.memory_map(location)
     with source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)

@@ -79,7 +79,7 @@ def _opened(file: SourceFile) -> Any:
     if file.compression is None:
         return stream
     # Unlike the zstandard package, this notices a stream that ends too early.
-    return pa.CompressedInputStream(pa.PythonFile(stream), file.compression)
+    return pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), file.compression)
 
 
 def _framed(file: SourceFile, source: Source, stream: IO[bytes]) -> Iterator[bytes]:
