@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from pipeline.config import OVERLONG, PACKER_NAMES, BuildConfig, RecordOptions
+from pipeline.recipe import kind_of
 from shards.errors import PackError
 
 LAZY = {
@@ -25,6 +26,11 @@ LAZY = {
 UNITS = {"": 1, "B": 1}
 UNITS |= {unit: 1000**k for k, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}
 UNITS |= {unit: 1024**k for k, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Size(click.ParamType):
@@ -78,27 +84,63 @@ def main() -> None:
     """
 
 
+def parse_mix(context: click.Context, option: click.Parameter, value: str | None) -> dict[str, float]:
+    """Parse weights by source name, such as web=0.7,code=0.3."""
+    mix: dict[str, float] = {}
+    for part in value.split(",") if value else []:
+        name, _, weight = part.rpartition("=")
+        if not name or not re.fullmatch(r"\d*\.?\d+", weight):
+            raise click.BadParameter(f"{part!r} is not NAME=WEIGHT, such as web=0.7", context, option)
+        mix[name.strip()] = float(weight)
+    return mix
+
+
 def _record_options(command: Any) -> Any:
     """Attach the flags that say how a record becomes a document."""
     options = [
         click.option("--text-field", help="Field with the text; dots reach into nested objects. [default: text]"),
         click.option("--messages-field", help="Field with a conversation (role/content or from/value)."),
-        click.option("--tools-field", default="tools", show_default=True, help="Field with the tool schemas of a chat."),
+        click.option(
+            "--tools-field", default="tools", show_default=True, help="Field with the tool schemas of a chat."
+        ),
         click.option("--prompt-field", help="Field with the prompt of an instruction."),
         click.option("--completion-field", help="Field with its completion."),
-        click.option("--train-on", default="auto", show_default=True,
-                     help="Targets: all, assistant, last-assistant, completion, or role names with commas."),
-        click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="Jinja file instead of the tokenizer's template."),
-        click.option("--overlong", type=click.Choice(["auto", *OVERLONG]), default="auto", show_default=True,
-                     help="Documents longer than seq-len; auto splits text and drops the rest."),
-        click.option("--truncate-side", type=click.Choice(["right", "left"]), default="right", show_default=True,
-                     help="Side that truncation cuts off."),
+        click.option(
+            "--train-on",
+            default="auto",
+            show_default=True,
+            help="Targets: all, assistant, last-assistant, completion, or role names with commas.",
+        ),
+        click.option(
+            "--chat-template",
+            type=click.Path(exists=True, dir_okay=False),
+            help="Jinja file instead of the tokenizer's template.",
+        ),
+        click.option(
+            "--overlong",
+            type=click.Choice(["auto", *OVERLONG]),
+            default="auto",
+            show_default=True,
+            help="Documents longer than seq-len; auto splits text and drops the rest.",
+        ),
+        click.option(
+            "--truncate-side",
+            type=click.Choice(["right", "left"]),
+            default="right",
+            show_default=True,
+            help="Side that truncation cuts off.",
+        ),
         click.option("--keep-no-target", is_flag=True, help="Keep documents without any target."),
         click.option("--train-template-tokens", is_flag=True, help="Train on what a template inserts inside answers."),
         click.option("--parse-special", is_flag=True, help="Read control tokens in the corpus as such, not as text."),
         click.option("--eos/--no-eos", "add_eos", default=True, show_default=True, help="One EOS after each document."),
-        click.option("--text-unit", type=click.Choice(["file", "line"]), default="file", show_default=True,
-                     help="One document in a plain text file."),
+        click.option(
+            "--text-unit",
+            type=click.Choice(["file", "line"]),
+            default="file",
+            show_default=True,
+            help="One document in a plain text file.",
+        ),
         click.option("--format", "format", help="Format of the files where their names do not tell, such as jsonl."),
     ]
     for option in reversed(options):
@@ -109,19 +151,12 @@ def _record_options(command: Any) -> Any:
 def record_options(flags: dict[str, Any]) -> RecordOptions:
     """Take the record flags out of `flags` and return them as options; the kind follows from the fields named."""
     names = {entry.name for entry in fields(RecordOptions)} & flags.keys()
-    chosen = {name: flags.pop(name) for name in names}
-    given = {name for name in ("text_field", "messages_field", "prompt_field", "completion_field") if chosen.get(name)}
-    kind = "text"
-    if given & {"prompt_field", "completion_field"}:
-        kind = "instruction"
-    elif "messages_field" in given:
-        kind = "chat"
-    if len({name[:4] if name != "completion_field" else "prom" for name in given}) > 1:
-        raise click.UsageError("--text-field, --messages-field and --prompt-field/--completion-field: choose one kind.")
-    if chosen["chat_template"]:
+    chosen = {name: value for name in names if (value := flags.pop(name)) is not None}
+    kind = kind_of(chosen.keys() & {"text_field", "messages_field", "prompt_field", "completion_field"}, "flags")
+    if "chat_template" in chosen:
         with open(chosen["chat_template"], encoding="utf-8") as file:
             chosen["chat_template"] = file.read()
-    return RecordOptions(kind=kind, **{name: value for name, value in chosen.items() if value is not None or name == "chat_template"})
+    return RecordOptions(kind=kind or "text", **chosen)
 
 
 @main.command()
@@ -131,21 +166,36 @@ def record_options(flags: dict[str, Any]) -> RecordOptions:
 @click.option("--seq-len", type=int, required=True, help="Capacity of a pack, in tokens.")
 @_record_options
 @click.option("--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name.")
-@click.option("--packer", type=click.Choice(PACKER_NAMES), default="auto", show_default=True, help="How segments share packs.")
+@click.option(
+    "--packer", type=click.Choice(PACKER_NAMES), default="auto", show_default=True, help="How segments share packs."
+)
 @click.option("--max-segments", type=int, help="Most segments in one pack. [default: no limit]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random choice.")
 @click.option("--position-ids/--no-position-ids", default=True, show_default=True, help="Store position ids.")
-@click.option("--window-bytes", type=Size(), help="Corpus bytes in one window, such as 64MiB. [default: by corpus size]")
+@click.option(
+    "--window-bytes", type=Size(), help="Corpus bytes in one window, such as 64MiB. [default: by corpus size]"
+)
 @click.option("--workers", type=int, help="Processes. [default: one a core]")
-@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Where windows run.")
-@click.option("--tokenizer-engine", type=click.Choice(["auto", "tokenizers", "fastokens", "gigatoken"]), default="auto",
-              show_default=True, help="Engine; a fast one is checked against tokenizers all along.")
+@click.option(
+    "--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Where windows run."
+)
+@click.option(
+    "--tokenizer-engine",
+    type=click.Choice(["auto", "tokenizers", "fastokens", "gigatoken"]),
+    default="auto",
+    show_default=True,
+    help="Engine; a fast one is checked against tokenizers all along.",
+)
 @click.option("--resume", is_flag=True, help="Continue an interrupted build.")
 @click.option("--overwrite", is_flag=True, help="Remove an older dataset there first.")
 @click.option("--windows", help="Only windows i, i+n, i+2n …, as i::n, for job arrays.")
 @click.option("--finalize", is_flag=True, help="Run no window; commit what is there.")
-@click.option("--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="At a bad record.")
-@click.option("--max-rejected", type=float, default=0.01, show_default=True, help="Share of bad records that stops a build.")
+@click.option(
+    "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="At a bad record."
+)
+@click.option(
+    "--max-rejected", type=float, default=0.01, show_default=True, help="Share of bad records that stops a build."
+)
 @click.option("--progress/--no-progress", default=None, help="Progress on stderr. [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest's figures as JSON.")
 def build(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) -> None:
@@ -167,7 +217,7 @@ def build(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) 
     config = BuildConfig(
         records=records,
         source_records=read_recipe(recipe, records) if recipe else {},
-        workers=workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or os.cpu_count() or 1,
+        workers=workers or usable_cores(),
         **flags,
     )
     with RichProgress(config.progress) as progress:
@@ -186,9 +236,17 @@ def build(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) 
 
 @main.command()
 @click.argument("dataset", type=click.Path())
-@click.option("--level", type=click.Choice(["size", "sample", "full"]), default="full", show_default=True, help="How much to read.")
+@click.option(
+    "--level",
+    type=click.Choice(["size", "sample", "full"]),
+    default="full",
+    show_default=True,
+    help="How much to read.",
+)
 @click.option("--vocab-size", type=int, help="Also demand every token id below this, a model's vocabulary.")
-@click.option("--against", multiple=True, metavar="SOURCE", help="Re-tokenize SOURCE and find every document (repeatable).")
+@click.option(
+    "--against", multiple=True, metavar="SOURCE", help="Re-tokenize SOURCE and find every document (repeatable)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str, ...], as_json: bool) -> None:
     """Check a dataset rule by rule.
@@ -220,3 +278,88 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
         )
     if not report.ok:
         raise SystemExit(1)
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True, metavar="DATASET...", type=click.Path())
+@click.option("--packs-per-step", type=click.IntRange(min=1), default=256, show_default=True, help="Packs of one step.")
+@click.option("--model", help="Model directory, config.json or hub name, for costs and limits. [default: 1.24B shape]")
+@click.option("--mix", callback=parse_mix, help="Weights as in pack train, such as web=0.7,code=0.3.")
+@click.option("--deep", "deep_look", is_flag=True, help="Read every row: exact lengths, duplicates, used vocabulary.")
+@click.option("--html", type=click.Path(dir_okay=False), help="Also write a page that opens offline.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON (docs/report.md).")
+def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, **options: Any) -> None:
+    """Report on datasets, or on training runs.
+
+    Several datasets are set side by side; a directory that pack train wrote shows its curves with --html.
+
+    \b
+    Example:
+      pack inspect data/corpus --html corpus.html
+      pack inspect data/first data/second
+      pack inspect runs/first runs/second --html runs.html
+    """
+    from pipeline.inspection import Inspection
+    from pipeline.terminal import show
+
+    inspection = Inspection(paths, **options)
+    if html:
+        inspection.write_page(html)
+    if as_json:
+        click.echo(inspection.json())
+    else:
+        show(inspection.view())
+
+
+@main.command("show")
+@click.argument("dataset", type=click.Path())
+@click.argument("row", type=int, default=0)
+@click.option("--doc", help="Packs that hold this document: its doc_id, or window:record.")
+@click.option("--grep", help="Packs with this text inside one segment.")
+@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Most packs that --grep shows.")
+@click.option("--tokens", type=click.IntRange(min=1), help="Most tokens of a segment. [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a pack.")
+def show_command(dataset: str, as_json: bool, **options: Any) -> None:
+    """Decode packs: segments, targets, special tokens.
+
+    \b
+    Example:
+      pack show data/corpus 17
+      pack show data/corpus --doc 0:42
+    """
+    from pipeline.show import show_packs
+
+    for line in show_packs(dataset, as_json=as_json, **options):
+        click.echo(line)
+
+
+@main.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option("--tokenizer", required=True, help="Tokenizer directory or hub name.")
+@_record_options
+@click.option("--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name.")
+@click.option("--model", help="Model directory, config.json or hub name, for costs and limits. [default: 1.24B shape]")
+@click.option("--seconds", type=float, default=20.0, show_default=True, help="Most seconds of sampling.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the places that are sampled.")
+@click.option("--workers", type=int, help="Processes of the build whose time is estimated. [default: one a core]")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON (docs/report.md).")
+def plan(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) -> None:
+    """Say what each seq_len and packer would give.
+
+    Samples the corpus and writes nothing.
+
+    \b
+    Example:
+      pack plan corpus/*.jsonl --tokenizer ./tokenizer
+    """
+    from pipeline.advisor import plan_corpus
+    from pipeline.recipe import read_recipe
+    from pipeline.terminal import plan_view, show
+
+    records = record_options(flags)
+    by_name = read_recipe(recipe, records) if recipe else {}
+    found = plan_corpus(records=records, source_records=by_name, workers=workers or usable_cores(), **flags)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        show(plan_view(found))

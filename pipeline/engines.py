@@ -8,12 +8,10 @@ window depend on the plan alone. To add one, write such a function and enter it 
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from pipeline.stores import open_store
@@ -34,14 +32,15 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.store: Store = open_store(job.out)
-        with tempfile.TemporaryDirectory() as directory:
-            for name, data in job.tokenizer_files.items():
-                (Path(directory) / name).write_bytes(data)
-            self.encoder = Encoder(directory, engine=job.tokenizer_engine)
+        self.encoders: dict[bool, Encoder] = {}
 
     def run(self, task: Task, tick: Tick) -> Record:
         """Build one window."""
-        return run_window(self.job, task, self.store, self.encoder, tick)
+        special = self.job.sources[task.source].options.parse_special
+        if special not in self.encoders:
+            files, engine = self.job.tokenizer_files, self.job.tokenizer_engine
+            self.encoders[special] = Encoder(files, engine=engine, parse_special=special)
+        return run_window(self.job, task, self.store, self.encoders[special], tick)
 
 
 def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
@@ -144,9 +143,13 @@ def run_ray(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterat
     try:
         import ray
     except ImportError as error:
-        raise PackError("--engine ray: ray is not installed; expected the extra. Run pip install 'shardpack[ray]'.") from error
+        raise PackError(
+            "--engine ray: ray is not installed; expected the extra. Run pip install 'shardpack[ray]'."
+        ) from error
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, include_dashboard=False, num_cpus=None if os.environ.get("RAY_ADDRESS") else workers)
+        ray.init(
+            log_to_driver=False, include_dashboard=False, num_cpus=None if os.environ.get("RAY_ADDRESS") else workers
+        )
     shared = ray.put(job)
     remote = ray.remote(num_cpus=1, max_retries=TRIES - 1, retry_exceptions=[OSError, MemoryError])(_ray_task)
     flying: dict[Any, Task] = {}

@@ -82,6 +82,13 @@ class RemoteStore:
             return {}
         return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in entries}
 
+    def size(self, name: str) -> int | None:
+        """Return the bytes of one file; None where there is none."""
+        try:
+            return int(self._target[0].size(self._path(name)))
+        except FileNotFoundError:
+            return None
+
     def remove(self, name: str) -> None:
         """Remove one file."""
         self._target[0].rm_file(self._path(name))

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,7 +95,11 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
     stages = Stages()
     source = job.sources[task.source]
     reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
-    documents, dropped = _documents(reader, encoder, source, task.window, stages, tick)
+    trusted = not encoder.guard_failed
+    documents, dropped = read_documents(reader, encoder, source, task.window, stages, tick)
+    if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
+        reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
+        documents, dropped = read_documents(reader, encoder, source, task.window, stages, tick)
     layout = layout_of(job.plan)
     packer = job.plan["packer"]
     counts = empty_counts()
@@ -125,16 +128,22 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
         "bound_packs": bound,
         "lengths": length_histogram(lengths),
         "segment_lengths": length_histogram(segments.length),
-        "segment_lengths": length_histogram(segments.length),
         "longest": [
-            {"doc_id": int(documents.doc_ids[k]), "tokens": int(lengths[k])} for k in longest if lengths[k] > layout.seq_len
+            {"doc_id": int(documents.doc_ids[k]), "tokens": int(lengths[k])}
+            for k in longest
+            if lengths[k] > layout.seq_len
         ],
         "spans": [list(span) for span in reader.spans],
         "input_xxh3": reader.input_xxh3,
         "raw_bytes": reader.raw_bytes,
         "rejected": [_rejected(entry, task.window) for entry in reader.rejected],
         "index": encode_index(rows.index()),
-        "facts": {"tokenizer": encoder.facts(), "host": platform.node(), "pid": os.getpid(), "stages_s": stages.seconds},
+        "facts": {
+            "tokenizer": encoder.facts(),
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "stages_s": stages.seconds,
+        },
     }
     with stages.time("write"):
         store.put(sidecar_name(task.window), seal(sidecar))
@@ -146,9 +155,10 @@ def _rejected(entry: Rejected, window: int) -> dict[str, Any]:
     return {"doc_id": (window << 32) + entry.index, "where": entry.where, "reason": entry.reason, "record": entry.raw}
 
 
-def _documents(
+def read_documents(
     reader: WindowReader, encoder: Encoder, source: Source, window: int, stages: Stages, tick: Tick
 ) -> tuple[WindowTokens, dict[str, int]]:
+    """Read and tokenize a window; return its documents, and how many records gave none, by reason."""
     parts: list[Documents] = []
     dropped: dict[str, int] = {}
     batches = iter(reader)
@@ -158,7 +168,9 @@ def _documents(
         if batch is None:
             break
         with stages.time("tokenize"):
-            documents, drops = make_documents(batch, encoder, source.options)
+            documents, drops = make_documents(batch, encoder, source.options, on_error="skip")
+        for index, reason in documents.rejected:
+            batch.reject(index, reason)
         for reason, number in drops.items():
             dropped[reason] = dropped.get(reason, 0) + number
         parts.append(documents)
@@ -212,7 +224,9 @@ def _segments(documents: WindowTokens, source: Source, plan: Plan, counts: dict[
     pieces = cut(lengths[chosen], seq_len, policy, truncate_side=options.truncate_side, **turns)
     segments = Segments(chosen[pieces.document], pieces.start, pieces.length)
 
-    held = count_targets(documents.loss_mask, begins[segments.document] + segments.start, segments.length.astype(np.int64))
+    held = count_targets(
+        documents.loss_mask, begins[segments.document] + segments.start, segments.length.astype(np.int64)
+    )
     kept_targets = np.bincount(segments.document, held, len(lengths)).astype(np.int64)
     num_pieces = np.bincount(segments.document, minlength=len(lengths))
     alive = (num_pieces > 0) & ((kept_targets > 0) | options.keep_no_target | wrapped)
@@ -269,7 +283,7 @@ def _check_lengths(documents: WindowTokens, lengths: np.ndarray, seq_len: int, s
     if len(over):
         first = int(documents.doc_ids[over[0]])
         raise PackError(
-            f"source {source.name!r}, window {first >> 32}, record {first & 0xFFFFFFFF}: has {lengths[over[0]]:,} tokens; "
-            f"expected at most {seq_len:,} ({len(over):,} such documents in this window). "
+            f"source {source.name!r}, window {first >> 32}, record {first & 0xFFFFFFFF}: has {lengths[over[0]]:,} "
+            f"tokens; expected at most {seq_len:,} ({len(over):,} such documents in this window). "
             "Choose --overlong split, truncate or drop, or a larger --seq-len."
         )

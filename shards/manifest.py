@@ -120,10 +120,17 @@ def commit(
     sources: dict[str, Record] = {source["name"]: _new_source(source["name"]) for source in plan["sources"]}
     rejected: list[bytes] = []
 
+    stages: Record = {}
+    engines: dict[bytes, Record] = {}
+
     def index_batches() -> Iterator[pa.RecordBatch]:
+        nonlocal stages
         for sidecar in sidecars:
             shards.append(sidecar["shard"] | {"window": sidecar["window"], "source": sidecar["source"]})
             _add_window(sources[sidecar["source"]], sidecar)
+            stages = add_counts(stages, sidecar["facts"]["stages_s"])
+            engine = sidecar["facts"]["tokenizer"]
+            engines[canonical([engine["engine"], engine["version"], engine["guard"]["result"]])] = engine
             rejected.extend(canonical(entry) + b"\n" for entry in sidecar["rejected"])
             yield from decode_index(sidecar["index"]).to_batches()
 
@@ -146,7 +153,7 @@ def commit(
         "sources": list(sources.values()),
         "shards": shards,
         "index": index,
-        "facts": facts,
+        "facts": facts | {"stages_s": stages, "tokenizer": list(engines.values())},
     }
     if wrong := imbalance(totals):
         raise FormatError(f"{store.location}: {wrong} (F14). This is a fault of shardpack: please report it.", "F14")

@@ -61,7 +61,19 @@ class Store(Protocol):
         """Return what `name` holds, or None where there is no such file."""
 
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return bytes by file name for the files directly inside `directory`."""
+        """Return bytes by name for what lies directly inside `directory`; "" is the root."""
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of one file; None where there is none."""
+
+    def create(self) -> None:
+        """Make the place ready to be written to."""
+
+    def clear(self) -> None:
+        """Remove the whole dataset."""
+
+    def sweep(self, *, everything: bool = False) -> None:
+        """Remove unpublished work that is stale, or all of it."""
 
     def remove(self, name: str) -> None:
         """Remove one file."""
@@ -81,7 +93,7 @@ class LocalStore:
             PackError: The place cannot be written to.
         """
         try:
-            for directory in (self.root / "shards", self.root / TMP):
+            for directory in (self.root / "shards", self.root / "tokenizer", self.root / TMP):
                 directory.mkdir(parents=True, exist_ok=True)
             probe = self.scratch("probe")
             probe.touch()
@@ -126,9 +138,24 @@ class LocalStore:
     def sizes(self, directory: str) -> dict[str, int]:
         """Return bytes by file name; empty where there is no such directory."""
         try:
-            return {entry.name: entry.stat().st_size for entry in os.scandir(self.root / directory) if entry.is_file()}
+            return {entry.name: entry.stat().st_size for entry in os.scandir(self.root / directory)}
         except FileNotFoundError:
             return {}
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of one file; None where there is none."""
+        try:
+            return (self.root / name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def clear(self) -> None:
+        """Remove what a dataset consists of; the plan last, so that a crash leaves something recognisable."""
+        for name in ("manifest.json", "state.json", "dataset_info.json", "index.arrow", "rejected.jsonl"):
+            self.remove(name)
+        for directory in ("shards", "tokenizer", TMP):
+            shutil.rmtree(self.root / directory, ignore_errors=True)
+        self.remove("plan.json")
 
     def remove(self, name: str) -> None:
         """Remove one file."""

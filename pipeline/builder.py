@@ -1,0 +1,320 @@
+"""The driver of a build: plan, run the windows that are not there yet, commit.
+
+    sources + tokenizer -> plan.json -> windows (any engine, any order) -> shards + sidecars -> index + manifest
+
+What survives a crash is committed windows; resuming means running the windows without a valid sidecar of this plan. The
+fast tokenizer engine may turn out wrong anywhere, so if a single window saw it fail, all that it wrote are built again
+with the reference engine.
+"""
+
+import platform
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from importlib import metadata
+from itertools import chain
+
+from pipeline.config import BuildConfig
+from pipeline.documents import explain_no_targets
+from pipeline.engines import ENGINES
+from pipeline.packing import PACKERS
+from pipeline.sources import Slice, Source, Window, check_unchanged, cut_windows, enumerate_streams, resolve
+from pipeline.stores import open_store
+from pipeline.streams import stream_parts
+from pipeline.tokenizer_spec import load_spec
+from pipeline.tokenizing import REFERENCE
+from pipeline.window import Job, Task
+from shards.errors import FormatError, PackError
+from shards.manifest import Record, add_counts, commit, empty_counts, read_sidecar, sidecar_name
+from shards.plan import Plan, differences, parse_plan, plan_id
+from shards.publish import Store, canonical, unseal
+from shards.schema import FORMAT, VERSION
+
+RECIPE = 1  # raise it when the same plan would give other bytes
+SETTLED = 10_000  # records after which the share of bad ones is taken seriously
+
+
+class Progress:
+    """What a build tells while it runs; the command line shows it, the default is silence."""
+
+    def begin(self, raw_bytes: int | None) -> None:
+        """Take the size of the corpus, where it is known."""
+
+    def tick(self, documents: int, tokens: int, raw_bytes: int) -> None:
+        """Count what was done since the last call."""
+
+    def say(self, message: str) -> None:
+        """Show one line."""
+
+
+def build(config: BuildConfig, progress: Progress | None = None) -> Record:
+    """Turn a corpus into a dataset.
+
+    Args:
+        config: What to build.
+        progress: Where to report; silent by default.
+
+    Returns:
+        The manifest; for a part of a build (`windows`) that is not the last, the plan's id and `unfinished`.
+
+    Raises:
+        PackError: Anything the user can mend: sources, tokenizer, options, output directory, disk.
+    """
+    progress = progress or Progress()
+    begin = time.time()
+    spec, files = load_spec(config.tokenizer)
+    sources = resolve(config)
+    streamed = enumerate_streams(sources)
+    if config.windows and streamed:
+        name = sources[streamed[0][0]].files[streamed[0][1]].name
+        raise PackError(
+            f"--windows {config.windows}: {name} cannot be cut unread; expected plain files. "
+            "Decompress it, or convert it to JSONL or Parquet first."
+        )
+    windows, part_bytes = cut_windows(sources, config.window_bytes)
+    plan = make_plan(config, sources, spec.as_plan(), windows, part_bytes)
+    store = open_store(config.out)
+    try:
+        done = _prepare(store, config, plan, files)
+        if done is not None:
+            progress.say(f"{config.out}: is already built (dataset {done['dataset_id'][:12]}); nothing to do")
+            return done
+        job = Job(plan, plan_id(plan), sources, config.out, files, config.tokenizer_engine, config.on_error)
+        sizes = [file.bytes for source in sources for file in source.files]
+        progress.begin(None if None in sizes else sum(size or 0 for size in sizes))
+        num_windows = len(windows) if config.finalize else _run(job, config, store, progress)
+        there = store.sizes("shards")
+        missing = sum(f"{number:08d}.json" not in there for number in range(num_windows))
+        if missing and config.windows and not config.finalize:
+            progress.say(f"{config.out}: {missing} of {num_windows} windows are still to come; the last part commits")
+            return {"plan_id": job.plan_id, "unfinished": missing}
+        check_unchanged(sources)
+        return _commit(store, job, config, num_windows, begin)
+    except OSError as error:
+        raise PackError(
+            f"{config.out}: {error.strerror or error}; the windows that are done are kept. "
+            "Make room or mend the disk, then run the same command with --resume."
+        ) from error
+
+
+def make_plan(
+    config: BuildConfig, sources: list[Source], tokenizer: Record, windows: list[Window], part_bytes: int
+) -> Plan:
+    """Return all that determines the bytes of the dataset, and nothing else."""
+    if config.packer not in PACKERS and config.packer != "wrapped":
+        raise PackError(f"--packer: {config.packer!r}; expected one of {', '.join([*PACKERS, 'wrapped'])}.")
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "recipe": RECIPE,
+        "seq_len": config.seq_len,
+        "seed": config.seed,
+        "position_ids": config.position_ids,
+        "packer": {"name": config.packer, "max_segments": config.max_segments},
+        "tokenizer": tokenizer,
+        "sources": [
+            {"name": source.name, "records": asdict(source.options), "files": [file.as_plan() for file in source.files]}
+            for source in sources
+        ],
+        "windows": [[window.source, [list(piece) for piece in window.slices]] for window in windows],
+        "part_bytes": part_bytes,
+    }
+
+
+def _prepare(store: Store, config: BuildConfig, plan: Plan, files: dict[str, bytes]) -> Record | None:
+    """Make the output directory hold this plan; return the manifest if the dataset is already there."""
+    data = store.get("plan.json")
+    if data is None and (strangers := sorted(store.sizes("").keys() - {"_tmp", "shards", "tokenizer"})):
+        raise PackError(
+            f"{config.out}: holds something else ({', '.join(strangers[:3])}); expected an empty or absent directory. "
+            "Choose another --out."
+        )
+    if data is not None and config.overwrite:
+        store.clear()
+    elif data is not None:
+        old = parse_plan(data, f"{config.out}/plan.json")
+        if plan_id(old) != plan_id(plan):
+            changes = list(differences(old, plan))
+            more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+            raise PackError(
+                f"{config.out}: holds a build of another plan ({'; '.join(changes[:3])}{more}). "
+                "Choose another --out, or --overwrite."
+            )
+        manifest = store.get("manifest.json")
+        if manifest is not None:
+            return unseal(manifest, f"{config.out}/manifest.json", "F1")
+        if not (config.resume or config.windows or config.finalize):
+            raise PackError(
+                f"{config.out}: holds an unfinished build of this plan. Add --resume to continue it, or --overwrite."
+            )
+    store.create()
+    store.sweep()
+    for name, content in files.items():
+        if store.get(f"tokenizer/{name}") != content:
+            store.put(f"tokenizer/{name}", content)
+    if store.get("plan.json") is None:
+        store.put("plan.json", canonical(plan))
+    return None
+
+
+def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> int:
+    """Run what is missing; return the number of windows of the whole dataset."""
+    tally = _Tally(config.max_rejected)
+    stream = _Stream(job.plan, job.sources)
+    facts: dict[int, Record] = {}
+
+    def note(record: Record) -> None:
+        facts[record["window"]] = record["facts"]["tokenizer"]
+        tally.add(record["counts"])
+
+    def unfinished(tasks: Iterable[Task]) -> Iterator[Task]:
+        for task in tasks:
+            sidecar = _committed(store, job, task.window)
+            if sidecar is None:
+                yield task
+            else:
+                note(sidecar)
+                progress.tick(sidecar["counts"]["documents"]["read"], 0, sidecar["raw_bytes"])
+
+    planned = _planned(job.plan, _chosen(config.windows, len(job.plan["windows"])))
+    workers = config.workers if stream.files else max(1, min(config.workers, len(planned)))
+    run = ENGINES[config.engine]
+    for record in run(job, unfinished(chain(planned, stream)), workers, progress.tick):
+        note(record)
+    suspects = {window for window, fact in facts.items() if fact["engine"] != REFERENCE}
+    if suspects and any(fact["guard"]["result"] == "differs" for fact in facts.values()):
+        progress.say(
+            "the fast tokenizer engine gave other ids than the reference somewhere; "
+            f"building its {len(suspects)} windows again with {REFERENCE}"
+        )
+        again = replace(job, tokenizer_engine=REFERENCE)
+        tasks = (task for task in chain(planned, _Stream(job.plan, job.sources)) if task.window in suspects)
+        for _ in run(again, tasks, workers, progress.tick):
+            pass
+    return stream.next_window
+
+
+def _planned(plan: Plan, chosen: Iterable[int]) -> list[Task]:
+    windows = plan["windows"]
+    return [Task(number, windows[number][0], tuple(Slice(*piece) for piece in windows[number][1])) for number in chosen]
+
+
+def all_tasks(plan: Plan, sources: list[Source]) -> Iterator[Task]:
+    """Yield every window of a plan in order; streamed sources are read again for theirs."""
+    yield from _planned(plan, range(len(plan["windows"])))
+    yield from _Stream(plan, sources)
+
+
+class _Stream:
+    """The windows that the driver cuts while reading, numbered on from the planned ones."""
+
+    def __init__(self, plan: Plan, sources: list[Source]) -> None:
+        self.sources = sources
+        self.part_bytes: int = plan["part_bytes"]
+        self.next_window = len(plan["windows"])
+        self.files = enumerate_streams(sources)
+
+    def __iter__(self) -> Iterator[Task]:
+        for source, file in self.files:
+            for piece, payload in stream_parts(self.sources[source], file, self.part_bytes):
+                self.next_window += 1
+                yield Task(self.next_window - 1, source, (piece,), payload)
+
+
+class _Tally:
+    """Running count of bad records, and the share of them that stops a build."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.read = self.rejected = 0
+
+    def add(self, counts: Record) -> None:
+        """Count a window; stop early where far too many records are bad."""
+        self.read += counts["documents"]["read"]
+        self.rejected += counts["documents"]["dropped"].get("rejected", 0)
+        if self.read >= SETTLED:
+            self.check()
+
+    def check(self) -> None:
+        """Raise PackError where the share of bad records is above the limit."""
+        if self.rejected > self.limit * self.read:
+            raise PackError(
+                f"{self.rejected:,} of {self.read:,} records are bad, more than --max-rejected {self.limit:g}; "
+                "the sidecars in shards/ list them. Mend the corpus, or raise the limit and --resume."
+            )
+
+
+def _chosen(pattern: str | None, number: int) -> range:
+    """Return the windows that i::n names."""
+    if pattern is None:
+        return range(number)
+    match = re.fullmatch(r"(\d+)::(\d+)", pattern)
+    if match is None or not 0 <= int(match[1]) < int(match[2]):
+        raise PackError(f"--windows: {pattern!r}; expected i::n with 0 <= i < n, such as 3::16.")
+    return range(int(match[1]), number, int(match[2]))
+
+
+def _committed(store: Store, job: Job, window: int) -> Record | None:
+    """Return the sidecar of a finished window; None where the window must be built (again)."""
+    try:
+        sidecar = read_sidecar(store, window)
+    except FormatError:
+        return None  # damaged: build it again
+    if sidecar is None or sidecar["plan_id"] != job.plan_id:
+        return None
+    return sidecar if store.size(sidecar["shard"]["file"]) == sidecar["shard"]["bytes"] else None
+
+
+def _sidecars(store: Store, num_windows: int) -> Iterator[Record]:
+    for window in range(num_windows):
+        sidecar = read_sidecar(store, window)
+        if sidecar is None:
+            raise PackError(
+                f"{store.location}: window {window} of {num_windows} is missing. Run the build again with --resume."
+            )
+        yield sidecar
+
+
+def _commit(store: Store, job: Job, config: BuildConfig, num_windows: int, begin: float) -> Record:
+    """Check the whole, write index and manifest, and clear what crashed attempts left behind."""
+    kept: set[str] = set()
+    totals, tally = empty_counts(), _Tally(config.max_rejected)
+    for sidecar in _sidecars(store, num_windows):
+        kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
+        totals = add_counts(totals, sidecar["counts"])
+        tally.add(sidecar["counts"])
+    tally.check()
+    _check_totals(totals, job.sources)
+    for name in store.sizes("shards"):
+        if f"shards/{name}" not in kept:
+            store.remove(f"shards/{name}")
+    facts = {
+        "shardpack": metadata.version("shardpack"),
+        "host": platform.node(),
+        "engine": config.engine,
+        "workers": config.workers,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.time() - begin, 3),
+    }
+    manifest = commit(store, job.plan, _sidecars(store, num_windows), job.tokenizer_files, facts)
+    store.sweep(everything=True)
+    return manifest
+
+
+def _check_totals(totals: Record, sources: list[Source]) -> None:
+    """Stop where nothing is left to train on, or hardly anything has a target."""
+    documents, dropped = totals["documents"], totals["documents"]["dropped"]
+    without = dropped.get("no_target", 0)
+    if without * 2 > documents["read"] - dropped.get("empty", 0) - dropped.get("rejected", 0):
+        causes = {explain_no_targets(source.options) for source in sources}
+        raise PackError(
+            f"{without:,} of {documents['read']:,} documents have no target; expected most of them to have one. "
+            f"{' '.join(sorted(causes))} (--keep-no-target packs them all the same.)"
+        )
+    if not documents["packed"]:
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
+        raise PackError(
+            f"{', '.join(source.name for source in sources)}: no document to pack ({documents['read']:,} records read"
+            f"{': ' + reasons if reasons else ''}); expected at least one. Check the files and the field names."
+        )
