@@ -40,6 +40,7 @@ class Table:
 
     columns: list[str]
     rows: list[list[str]]
+    title: str = ""
     text: bool = False
 
 

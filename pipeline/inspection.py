@@ -60,7 +60,7 @@ class Inspection:
         """Return what the terminal shows."""
         if self.runs:
             runs = table(self.runs)
-            return grid("Training runs", runs.columns, runs.rows)
+            return grid(runs.columns, runs.rows, "Training runs")
         return dataset_view(self.reports[0]) if len(self.reports) == 1 else comparison_view(self.reports)
 
     def write_page(self, file: str) -> None:

@@ -33,7 +33,7 @@ def dataset_page(report: Report, packs: list[Pack]) -> Page:
         {"value": f"{dearest:.1f} x", "label": "cost of padding to seq_len"},
         {"value": size(report["disk"]["bytes"]), "label": f"in {report['disk']['shards']:,} shards"},
     ]
-    by_title = {title: Table(columns, rows) for title, columns, rows in tables(report)}
+    by_title = {title: Table(columns, rows, title) for title, columns, rows in tables(report)}
     sections = [
         Section(
             "Packing",
@@ -111,7 +111,9 @@ def _segments_per_pack(report: Report) -> Plot:
     counts = np.bincount(table[:, 0] // width, weights=table[:, 1]) if len(table) else np.zeros(0)
     kept = np.flatnonzero(counts)
     centres = (kept * width + (width - 1) / 2).tolist()
-    return plot("Segments in a pack", [bars(centres, counts[kept].tolist(), width=width)], x="segments", y="packs")
+    trace = bars(centres, counts[kept].tolist(), width=0.9 * width)
+    axis = {"dtick": 1} if width == 1 and len(kept) < 12 else {}
+    return plot("Segments in a pack", [trace], x="segments", y="packs", xaxis=axis)
 
 
 def _fill_by_seq_len(report: Report) -> list[Plot]:

@@ -44,20 +44,30 @@ def percent(share: float) -> str:
     return f"{share:.{digits}%}"
 
 
-def grid(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+def grid(columns: list[str], rows: list[list[str]], title: str = "") -> RenderableType:
     """Return a table whose first column is text; it folds where the terminal is narrow."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for position, name in enumerate(columns):
         table.add_column(name, justify="right" if position else "left", overflow="fold", header_style="dim")
     for row in rows:
         table.add_row(*[Text(cell) for cell in row])
+    return Group(Text(title, style="bold"), table) if title else table
+
+
+def pairs(rows: list[list[str]]) -> Table:
+    """Return labels and what they stand for."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(Text(label), Text(value))
     return table
 
 
 def dataset_view(report: Report) -> Group:
     """Return everything about one dataset."""
-    parts: list[RenderableType] = [Text(report["path"], style="bold"), grid("", ["", ""], list(headline(report)))]
-    parts += [grid(title, columns, rows) for title, columns, rows in tables(report)]
+    parts: list[RenderableType] = [Text(report["path"], style="bold"), pairs(list(headline(report)))]
+    parts += [grid(columns, rows, title) for title, columns, rows in tables(report)]
     parts += [Text(f"! {sentence}", style="yellow") for sentence in report["warnings"]]
     return Group(*[Padding(part, (0, 0, 1, 0)) for part in parts])
 
@@ -70,7 +80,7 @@ def comparison_view(reports: list[Report]) -> Group:
         differs = "≠" if len(set(values)) > 1 else ""
         rows.append([label, differs, *values])
     warned = [Text(f"! {report['path']}: {text}", style="yellow") for report in reports for text in report["warnings"]]
-    return Group(grid("", ["", "", *names], rows), *warned)
+    return Group(grid(["", "", *names], rows), *warned)
 
 
 def zip_headlines(reports: list[Report]) -> Iterator[list[str]]:
@@ -239,23 +249,16 @@ def plan_view(plan: Report) -> Group:
     )
     best = plan["recommendation"]
     advice = f"{best['seq_len']}: {best['reason']}" if best["seq_len"] else best["reason"]
-    return Group(
-        grid("", ["", ""], rows),
-        Text(),
-        grid(
-            "With the default packer",
-            ["seq_len", "packs", "full", "documents cut", "tokens lost", "cost a token"],
-            list(_by_seq_len(plan)),
-        ),
-        Text(),
-        grid(
-            "How full each packer fills packs",
-            ["seq_len", *dict.fromkeys(row["packer"] for row in plan["outcomes"])],
-            list(_by_packer(plan)),
-        ),
-        Text(f"\ncost: training FLOPs a token against the cheapest row, {plan['model']}", style="dim"),
-        Text(f"\n→ {advice}", style="bold"),
-    )
+    seq_lens = ["seq_len", "packs", "full", "documents cut", "tokens lost", "cost a token"]
+    packers = ["seq_len", *dict.fromkeys(row["packer"] for row in plan["outcomes"])]
+    parts = [
+        pairs(rows),
+        grid(seq_lens, list(_by_seq_len(plan)), "With the default packer"),
+        grid(packers, list(_by_packer(plan)), "How full each packer fills packs"),
+        Text(f"cost: training FLOPs a token against the cheapest row, {plan['model']}", style="dim"),
+        Text(f"→ {advice}", style="bold"),
+    ]
+    return Group(*[Padding(part, (0, 0, 1, 0)) for part in parts])
 
 
 def duration(seconds: float) -> str:
