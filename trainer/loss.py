@@ -24,11 +24,11 @@ from trainer.liger import fused_cross_entropy
 
 IGNORED = -100
 WEIGHTINGS = ("token", "document")
-_CHUNK_LOGITS = 1 << 26
 
 
-def _chunk_rows(vocab_size: int) -> int:
-    return max(128, _CHUNK_LOGITS // vocab_size)
+def _chunk_rows(vocab_size: int, device: torch.device) -> int:
+    """Return the rows of a chunk: large products on a GPU, logits that stay in the cache on a CPU."""
+    return max(128, (1 << 22 if device.type == "cpu" else 1 << 26) // vocab_size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -48,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Sums over chunks stay in fp32: dozens of bf16 additions would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        rows = _chunk_rows(len(weight))
+        rows = _chunk_rows(len(weight), hidden.device)
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             inputs = hidden[chunk].to(dtype)
@@ -164,7 +164,7 @@ def chunked_cross_entropy(
     def chunk_loss(chunk: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         return cross_entropy(logits_of(chunk), labels, weights, z_loss)
 
-    rows = _chunk_rows(vocab_size)
+    rows = _chunk_rows(vocab_size, labels.device)
     losses = []
     for start in range(0, len(labels), rows):
         chunk = slice(start, start + rows)
