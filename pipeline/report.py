@@ -6,7 +6,7 @@ reads rows. Lengths come from histograms that are exact up to 256 tokens and wit
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,13 +14,29 @@ from pipeline.comparisons import Rows, compare
 from pipeline.findings import findings
 from pipeline.model_shape import DEFAULT_SHAPE, ModelShape
 from shards.errors import PackError
-from shards.reader import Dataset
+from shards.order import StepOrder
+from shards.reader import Dataset, Index
 
 REPORT_VERSION = 1
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 99.9)
 RANKS = (8, 64, 512)
+WAYS = {
+    "shuffled": ("shuffled", 1),
+    "cost-grouped": ("cost-grouped", 1),
+    "shuffled, 8 micro-batches": ("shuffled", 8),
+}
+MOST_PACKS = 100_000
+MOST_STEPS = 200
 FILL_CLASSES = 50
 Report = dict[str, Any]
+
+
+class Thinned(NamedTuple):
+    """Some packs of an index."""
+
+    num_tokens: np.ndarray
+    num_targets: np.ndarray
+    attention_pairs: np.ndarray
 
 
 def inspect(
@@ -56,7 +72,7 @@ def inspect(
         "fill": fill(index.num_tokens, dataset.seq_len, min_packs),
         "lengths": lengths(dataset),
         "segments_per_pack": segments_per_pack(index.num_segments),
-        "cost": cost(index.attention_pairs, index.num_tokens, packs_per_step),
+        "cost": cost(index, padded=dataset.packer == "bucketed"),
         "feedings": compare(segments, dataset.seq_len, shape),
         "model": {"name": shape.name, "vocab_size": shape.vocab_size, "max_positions": shape.max_positions},
         "steps": {"packs_per_step": packs_per_step, "per_epoch": steps, "left_over_packs": left_over},
@@ -164,17 +180,19 @@ def segments_per_pack(num_segments: np.ndarray) -> dict[str, Any]:
     }
 
 
-def cost(attention_pairs: np.ndarray, num_tokens: np.ndarray, packs_per_step: int) -> dict[str, Any]:
+def cost(index: Index, *, padded: bool) -> Report:
     """Return the spread of attention work over packs, and what it makes ranks wait for each other.
 
-    The straggler factor is the mean over steps of the slowest rank's work / the mean rank's, for each order that
-    `pack train` offers; 1.0 is a perfect deal.
+    Args:
+        index: Figures per pack.
+        padded: Whether rows get padded: steps then hold rectangles of one padded length, not packs.
     """
-    octaves = np.bincount(np.frexp(attention_pairs)[1] - 1) if len(attention_pairs) else np.zeros(0, int)
+    pairs = index.attention_pairs
+    octaves = np.bincount(np.frexp(pairs)[1] - 1) if len(pairs) else np.zeros(0, int)
     return {
-        "attention_pairs": int(attention_pairs.sum()),
+        "attention_pairs": int(pairs.sum()),
         "octaves": [[2 ** int(k), int(octaves[k])] for k in np.flatnonzero(octaves)],
-        "straggler": [straggler(attention_pairs, num_tokens, ranks, packs_per_step) for ranks in RANKS],
+        "straggler": [] if padded else stragglers(index),
     }
 
 
@@ -194,8 +212,23 @@ def source_figures(source: dict[str, Any], totals: dict[str, Any]) -> dict[str, 
     }
 
 
-def straggler(attention_pairs: np.ndarray, num_tokens: np.ndarray, ranks: int, packs_per_step: int) -> Report:
-    return {"ranks": ranks, "orders": {}}
+def stragglers(index: Index) -> list[Report]:
+    """Return how long ranks wait for the slowest, for each of RANKS and each way of `WAYS` to make steps.
+
+    The factor is the mean over steps of the slowest rank's work / the mean rank's; 1.0 is a perfect deal, None means
+    too few packs for a step. Large datasets are judged by an even choice of packs.
+    """
+    stride = -(-len(index.num_tokens) // MOST_PACKS) or 1
+    thinned = Thinned(*(getattr(index, name)[::stride] for name in Thinned._fields))
+    entries = []
+    for ranks in RANKS:
+        orders: dict[str, float | None] = {}
+        for name, (order, batches) in WAYS.items():
+            enough = len(thinned.num_tokens) >= ranks * batches
+            steps = StepOrder(thinned, packs_per_step=ranks * batches, order=order) if enough else None
+            orders[name] = steps.straggler_factor(0, ranks, MOST_STEPS) if steps else None
+        entries.append({"ranks": ranks, "orders": orders})
+    return entries
 
 
 def summary_lines(manifest: Report, path: str) -> list[str]:

@@ -63,6 +63,17 @@ def test_attention_work_is_the_sum_over_segments(dataset):
     assert sum(packs for _, packs in cost["octaves"]) == 8
 
 
+def test_the_straggler_factor_of_one_step_is_its_costliest_pack_over_the_mean(dataset):
+    costs = [
+        len(row["input_ids"]) + row["attention_pairs"] / 12288 for row in dataset
+    ]  # as shards/order.py weighs them
+    eight, sixty_four, _ = inspect(dataset)["cost"]["straggler"]
+    assert eight["ranks"] == len(costs) == 8
+    assert eight["orders"]["shuffled"] == pytest.approx(max(costs) / mean(costs))
+    assert eight["orders"]["cost-grouped"] == pytest.approx(max(costs) / mean(costs))
+    assert set(sixty_four["orders"].values()) == {None}
+
+
 def test_steps_and_left_over_packs_are_a_division(dataset):
     assert inspect(dataset, packs_per_step=3)["steps"] == {"packs_per_step": 3, "per_epoch": 2, "left_over_packs": 2}
 
