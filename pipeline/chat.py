@@ -91,7 +91,7 @@ class _Turns:
     def __post_init__(self) -> None:
         self.messages: list[Message] = self.template.shape(self.conversation)
         self.trained = trained_messages(self.conversation, self.options.train_on)
-        self.text = self.template.render(self.messages, self.conversation.tools)
+        self.text, self.blocks = self.template.render_blocks(self.messages, self.conversation.tools)
         self.ends: dict[int, str] = {len(self.messages): self.text}
 
     def rendering(self) -> Rendering:
@@ -143,15 +143,14 @@ class _Turns:
 
     def _marked_targets(self) -> list[Range]:
         """Return the ranges that the template marks, of trained messages only."""
-        ranges = self.template.generation_spans(self.messages, self.conversation.tools)
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        spans = self.origin.spans or []
         targets = []
-        for number, (start, stop) in enumerate(ranges):
-            spans = self.origin.spans or []
+        for number, (start, stop) in enumerate(self.blocks):
             inside = {span.message for span in spans if start <= span.start and span.stop <= stop}
             touched = {span.message for span in spans if span.start < stop and start < span.stop}
-            if not inside and len(ranges) == len(answers):
-                inside = {answers[number]}
+            if not touched and len(self.blocks) == len(answers):  # an answer without text of its own
+                inside = {answers[number]} - {span.message for span in spans}
             if len(inside) != 1 or touched - inside or not inside <= set(answers):
                 raise SourceError(
                     "a {% generation %} block of the chat template does not hold one assistant message; expected one "
@@ -202,10 +201,11 @@ class _Turns:
 
     def _rewritten(self, alone: str) -> SourceError:
         at = max(_common(alone, self.text) - 10, 0)
+        here, there = self.text[at : at + 50], alone[at : at + 50]
         other = "" if self.options.train_on == "last-assistant" else "--train-on last-assistant, or "
         return SourceError(
-            f"the chat template rewrites earlier turns: {self.text[at : at + 50]!r} reads {alone[at : at + 50]!r} while "
-            "the conversation is shorter; expected the same text, without which no mask can be placed. "
+            f"the chat template rewrites earlier turns: {here!r} reads {there!r} while the conversation is shorter; "
+            "expected the same text, without which no mask can be placed. "
             f"Give a --chat-template with {{% generation %}} blocks, or use {other}--train-on all."
         )
 
@@ -218,9 +218,10 @@ class _Turns:
         return stop
 
     def _empty_blocks(self, start: int, stop: int) -> list[Range]:
-        """Return the empty blocks that the template wrote before the first text of an answer."""
+        """Return the empty blocks that the template wrote before the first text of an answer, or around its begin."""
         spans = self.origin.spans
-        found = [match.span() for match in EMPTY_BLOCK.finditer(self.text, start, stop)]
+        before = max((span.stop for span in spans or () if span.stop <= start), default=0)
+        found = [match.span() for match in EMPTY_BLOCK.finditer(self.text, before, stop) if match.end() > start]
         if spans is None and found:
             raise SourceError(
                 f"an answer holds {self.text[slice(*found[0])]!r}, and it cannot be told whether the template wrote "

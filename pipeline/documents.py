@@ -8,7 +8,7 @@ counts and drops them, so that their tokens stand in the balance.
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,10 @@ from pipeline.chat import Rendering, render_conversation
 from pipeline.config import RecordOptions
 from pipeline.messages import Conversation, chat_conversation, instruction
 from pipeline.pieces import PieceEncoder, encode_renderings, running_sum
+from pipeline.records import RecordBatch
 from pipeline.template import ChatTemplate
 from pipeline.tokenizing import Encoder, TokenizerSpec
 from shards.errors import PackError, SourceError
-
-if TYPE_CHECKING:
-    from pipeline.records import RecordBatch
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Documents:
 
 
 def make_documents(
-    batch: "RecordBatch", encoder: Encoder, options: RecordOptions, *, on_error: Literal["fail", "skip"] = "fail"
+    batch: RecordBatch, encoder: Encoder, options: RecordOptions, *, on_error: Literal["fail", "skip"] = "fail"
 ) -> tuple[Documents, dict[str, int]]:
     """Turn records into documents.
 
@@ -112,7 +110,7 @@ def explain_no_targets(options: RecordOptions) -> str:
     return f"No message has a role of --train-on {wanted}, or train and weight fields turn them off. Check the roles."
 
 
-def _text_documents(batch: "RecordBatch", encoder: Encoder, options: RecordOptions) -> tuple[Documents, dict[str, int]]:
+def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, dict[str, int]]:
     spec = encoder.spec
     if options.train_on not in ("auto", "all"):
         raise PackError(f"--train-on {options.train_on}: plain text has no roles. Use all, or records with messages.")

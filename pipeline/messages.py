@@ -1,7 +1,7 @@
 """Records as people write them -> one shape of conversation.
 
 Accepted: role/content and from/value, content as text or as a list of text parts, tools and tool-call arguments as
-JSON text or objects, the older `function_call`, reasoning under any of its three names, `train` or `weight` per message.
+JSON text or objects, the older `function_call`, reasoning under any of its names, `train` or `weight` per message.
 Everything else is refused by name: a field that is guessed wrong trains on the wrong text.
 """
 

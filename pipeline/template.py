@@ -85,10 +85,10 @@ class ChatTemplate:
         """
         return self._render(messages, tools, prompt, markers=False)[0]
 
-    def generation_spans(self, messages: list[Message], tools: list[Any] | None) -> list[tuple[int, int]]:
-        """Return the character ranges between `{% generation %}` and `{% endgeneration %}`, in order."""
-        ranges = self._render(messages, tools, False, markers=True)[1]
-        return sorted((start, stop) for start, stop in ranges if stop > start)
+    def render_blocks(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation, and return the character ranges of its `{% generation %}` blocks too, in order."""
+        text, ranges = self._render(messages, tools, False, markers=self.has_markers)
+        return text, sorted((start, stop) for start, stop in ranges if stop > start)
 
     def shape(self, conversation: Conversation) -> list[Message]:
         """Return the messages in the forms that this template wants."""
