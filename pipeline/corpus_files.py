@@ -1,11 +1,13 @@
 """Corpus files as bytes: local paths and fsspec URLs, opened, measured and fingerprinted the same way."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import xxhash
 
-from shards.errors import SourceError
+from shards.errors import PackError, SourceError
 
 END_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 64 << 10, 4 << 10, 14
 ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "checksum")
@@ -37,14 +39,12 @@ def open_source(location: str) -> IO[bytes]:
     Raises:
         SourceError: It cannot be opened.
     """
-    try:
+    with reaching(location):
         if not is_url(location):
             return open(location, "rb")
         filesystem, path = filesystem_of(location)
         stream: IO[bytes] = filesystem.open(path, "rb")
         return stream
-    except OSError as error:
-        raise unreadable(location, error) from None
 
 
 def size_of(location: str) -> int:
@@ -53,13 +53,11 @@ def size_of(location: str) -> int:
     Raises:
         SourceError: There is no such file.
     """
-    try:
+    with reaching(location):
         if not is_url(location):
             return os.stat(location).st_size
         filesystem, path = filesystem_of(location)
         return int(filesystem.info(path)["size"])
-    except OSError as error:
-        raise unreadable(location, error) from None
 
 
 def fingerprint(location: str) -> str:
@@ -71,10 +69,8 @@ def fingerprint(location: str) -> str:
     if is_url(location):
         filesystem, path = filesystem_of(location)
         filesystem.invalidate_cache()
-        try:
+        with reaching(location):
             info = filesystem.info(path)
-        except OSError as error:
-            raise unreadable(location, error) from None
         if etag := next((info[key] for key in ETAGS if info.get(key)), None):
             return "etag:" + str(etag).strip('"')
     digest, size = xxhash.xxh3_128(), size_of(location)
@@ -91,9 +87,22 @@ def fingerprint(location: str) -> str:
     return f"{size}-{digest.hexdigest()}"
 
 
-def unreadable(location: str, error: OSError) -> SourceError:
-    """Return the error for a file that cannot be read."""
-    return SourceError(f"{location}: cannot be read ({error.strerror or error}). Check the path and its permissions.")
+@contextmanager
+def reaching(location: str, name: str | None = None) -> Iterator[None]:
+    """Turn what reading a place raises into a `SourceError`.
+
+    Clients of object stores raise classes of their own (no connection, no credentials), which no list can hold.
+    """
+    try:
+        yield
+    except PackError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not (is_url(location) and type(error).__module__ != "builtins"):
+            raise
+        what = "URL, the network and the credentials" if is_url(location) else "path and its permissions"
+        reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
+        raise SourceError(f"{name or location}: cannot be read ({reason}). Check the {what}.") from None
 
 
 def changed(name: str) -> SourceError:

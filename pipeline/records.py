@@ -17,7 +17,7 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from pipeline.corpus_files import changed, is_url, open_source, unreadable
+from pipeline.corpus_files import changed, is_url, open_source, reaching
 from pipeline.parsing import BadRecord, Form, excerpt, json_form, text_form, value_form
 from pipeline.saved import arrow_batches, broken
 from pipeline.sources import Slice, Source, SourceFile
@@ -165,7 +165,7 @@ class WindowReader:
             for _, data, before in _cut(self._payload):
                 yield self._lines(data, lambda: (unit, piece.start + before), file, json_form(options))  # noqa: B023
             return
-        try:
+        with reaching(file.location, file.name):
             stamp = self._stamp(file)
             if file.format in ("parquet", "arrow"):
                 yield from self._columns(file, piece)
@@ -178,8 +178,6 @@ class WindowReader:
                 yield from self._byte_range(file, piece)
             if self._stamp(file) != stamp:
                 raise changed(file.name)
-        except OSError as error:
-            raise unreadable(file.name, error) from None
 
     def _stamp(self, file: SourceFile) -> tuple[int, int] | None:
         """Return what differs when a local file is written to."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config import MIB, BuildConfig, RecordOptions
-from pipeline.corpus_files import changed, filesystem_of, fingerprint, is_url, open_source, size_of, unreadable
+from pipeline.corpus_files import changed, filesystem_of, fingerprint, is_url, open_source, reaching, size_of
 from pipeline.saved import arrow_units, hub_files, is_lines, parquet_units, saved_files
 from shards.errors import SourceError
 
@@ -275,15 +275,13 @@ def _expand_directory(path: str, root: str, options: RecordOptions, skipped: dic
 def _expand_url(spec: str, options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
     filesystem, path = filesystem_of(spec)
     scheme = spec.split("://", 1)[0]
-    try:
+    with reaching(spec):
         if MAGIC_CHARACTERS.search(path):
             root, paths = os.path.dirname(path[: MAGIC_CHARACTERS.search(path).start()]), filesystem.glob(path)  # type: ignore[union-attr]
         elif filesystem.isdir(path):
             root, paths = path, filesystem.find(path)
         else:
             root, paths = os.path.dirname(path), [path] if filesystem.exists(path) else []
-    except OSError as error:
-        raise unreadable(spec, error) from None
     if not paths:
         raise SourceError(f"{spec}: nothing there; expected a file or folder. Check the URL and the credentials.")
     files = []

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import orjson
 
-from pipeline.corpus_files import open_source, unreadable
+from pipeline.corpus_files import open_source, reaching
 from pipeline.saved import arrow_batches, broken, is_lines
 from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError
@@ -56,19 +56,18 @@ def _chunks(file: SourceFile, source: Source) -> Iterator[bytes]:
     """Yield JSONL bytes in pieces of any size."""
     import pyarrow as pa
 
-    try:
-        if file.format == "arrow":
-            rows = (row for batch in arrow_batches(file.location) for row in batch.to_pylist())
-            yield from _join(map(_dump, rows))
-            return
-        with _opened(file) as stream:
-            yield from _framed(file, source, stream)
-    except (pa.ArrowException, EOFError) as error:
-        raise broken(file.name, file.compression or file.format, error) from None
-    except OSError as error:
-        if file.compression and error.errno is None:  # what pyarrow raises for a broken stream
-            raise broken(file.name, file.compression, error) from None
-        raise unreadable(file.name, error) from None
+    with reaching(file.location, file.name):
+        try:
+            if file.format == "arrow":
+                rows = (row for batch in arrow_batches(file.location) for row in batch.to_pylist())
+                yield from _join(map(_dump, rows))
+                return
+            with _opened(file) as stream:
+                yield from _framed(file, source, stream)
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and (error.errno is not None or file.compression is None):
+                raise  # not what pyarrow raises for a broken stream
+            raise broken(file.name, file.compression or file.format, error) from None
 
 
 def _opened(file: SourceFile) -> Any:

@@ -488,3 +488,50 @@ def test_urls_are_read_through_fsspec(tmp_path, name):
 def test_an_unknown_kind_of_url_is_named():
     with pytest.raises(SourceError, match="nothing://x/y: Protocol not known"):
         resolve_specs(["nothing://x/y"], OPTIONS)
+
+
+def test_an_object_store_is_read_by_range_and_identified_by_etag(monkeypatch):
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "y",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    filesystem = fsspec.filesystem("s3", skip_instance_cache=True)
+    try:
+        filesystem.mkdir("corpus")
+        filesystem.pipe_file("corpus/a/x.jsonl", jsonl())
+        filesystem.pipe_file("corpus/a/y.jsonl.gz", gzip.compress(jsonl()))
+        sources = resolve_specs(["s3://corpus/a"], OPTIONS)
+        assert [file.name for file in sources[0].files] == ["x.jsonl", "y.jsonl.gz"]
+        assert all(file.fingerprint.startswith("etag:") for file in sources[0].files)
+        assert read_all(sources, 2000) == TEXTS * 2
+        check_unchanged(sources)
+        filesystem.pipe_file("corpus/a/x.jsonl", jsonl().replace(b"record 3", b"record X"))
+        with pytest.raises(SourceError, match=r"x\.jsonl: changed while it was read"):
+            check_unchanged(sources)
+        with pytest.raises(SourceError, match="s3://corpus/none: nothing there"):
+            resolve_specs(["s3://corpus/none"], OPTIONS)
+    finally:
+        server.stop()
+
+
+def test_an_error_of_a_store_s_own_class_is_one_line():
+    from pipeline.corpus_files import reaching
+
+    class NoCredentialsError(Exception):
+        """As an object store's client defines its own."""
+
+    with (
+        pytest.raises(SourceError, match=r"^s3://b/x: cannot be read \(no keys\)\. Check the URL"),
+        reaching("s3://b/x"),
+    ):
+        raise NoCredentialsError("no keys\nmore")
+    with pytest.raises(TypeError), reaching("s3://b/x"):
+        raise TypeError("a bug stays a bug")
