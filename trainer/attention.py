@@ -32,7 +32,8 @@ _HARMLESS = frozenset(
     {
         "sliding_window", "position_ids", "position_embeddings", "cache_position", "use_cache", "is_causal",
         "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic", "return_dict",
-        "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "num_items_in_batch", BACKEND_KEYWORD,
+        "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
+        "num_items_in_batch", BACKEND_KEYWORD,
     }
 )  # fmt: skip
 _NAMED = {

@@ -32,7 +32,7 @@ _REFUSED = {
     **dict.fromkeys(("stablelm", "nemotron"), "does not hand keyword arguments through to its attention layers"),
 }
 _WINDOW = 4
-_FIRST, _SECOND = 11, 13
+_FIRST, _SECOND = 11, 13  # longer than the window, and of unlike length
 _EXACT, _ROUGH = 1e-3, 0.25
 
 
@@ -163,21 +163,22 @@ def packed_kwargs(lengths: list[int], device: torch.device) -> dict[str, Any]:
 class _Probe:
     """Two documents and the ways to run them through one model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, positions: int) -> None:
         self.model = model
+        self.lengths = [min(_FIRST, positions), min(_SECOND, positions)]
         self.device = model.get_input_embeddings().weight.device
         generator = torch.Generator().manual_seed(0)
         vocab_size = model.get_input_embeddings().weight.shape[0]
         self.first, self.other, self.second = (
-            torch.randint(0, vocab_size, (1, n), generator=generator).to(self.device) for n in (_FIRST, _FIRST, _SECOND)
+            torch.randint(0, vocab_size, (1, self.lengths[i]), generator=generator).to(self.device) for i in (0, 0, 1)
         )
 
     def packed(self, first: Tensor, lengths: list[int]) -> Tensor:
         """Return the logits of the second document behind `first`, with boundaries at `lengths`."""
         ids = torch.cat([first, self.second], dim=1)
-        positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None].to(self.device)
+        positions = torch.cat([torch.arange(n) for n in self.lengths])[None].to(self.device)
         logits = self.model(input_ids=ids, position_ids=positions, **packed_kwargs(lengths, self.device)).logits
-        return cast(Tensor, logits[0, _FIRST:].float())
+        return cast(Tensor, logits[0, self.lengths[0] :].float())
 
     def alone(self) -> Tensor:
         """Return the logits of the second document by itself under native attention."""
@@ -189,8 +190,8 @@ class _Probe:
         head, body = self.model.get_output_embeddings(), self.model.base_model
         if head is None or body is self.model:
             return False
-        kwargs = packed_kwargs([_SECOND], self.device)
-        positions = torch.arange(_SECOND, device=self.device)[None]
+        kwargs = packed_kwargs(self.lengths[1:], self.device)
+        positions = torch.arange(self.lengths[1], device=self.device)[None]
         # Amplified, since a soft-cap of 30 leaves the small logits of a fresh model as they are.
         hook = head.register_forward_hook(lambda module, args, logits: logits * 1e3)
         try:
@@ -209,9 +210,9 @@ def _difference(left: Tensor, right: Tensor) -> float:
 
 def _measure(model: Any, report: ModelReport) -> str | None:
     """Fill the report's measurements; return the reason to refuse the model, if any."""
-    probe = _Probe(model)
+    probe = _Probe(model, report.max_positions or _SECOND)
     calls: list[tuple[int, Needs]] = []
-    lengths = [_FIRST, _SECOND]
+    lengths = probe.lengths
     with _recorded(calls):
         packed = probe.packed(probe.first, lengths)
     counts = Counter(module for module, _ in calls)
@@ -221,7 +222,7 @@ def _measure(model: Any, report: ModelReport) -> str | None:
         return (
             f"calls packed attention from {len(counts)} modules, not from each of its {report.num_layers} layers alike"
         )
-    report.control = _difference(probe.packed(probe.first, [_FIRST + _SECOND]), packed)
+    report.control = _difference(probe.packed(probe.first, [sum(lengths)]), packed)
     scale = report.control or float("inf")
     report.leak = _difference(probe.packed(probe.other, lengths), packed) / scale
     report.parity = _difference(probe.alone(), packed) / scale

@@ -174,3 +174,21 @@ def test_activation_checkpointing_changes_no_gradient(model: Any, batch: dict[st
     attention.register_forward_hook(lambda *args: calls.append("forward"))
     assert_equal_gradients(gradients(model, lambda: packed(batch)), expected)
     assert len(calls) == 2  # once more in backward
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_on_a_gpu_a_packed_row_in_bf16_loses_what_its_documents_lose_alone_in_fp32(
+    name: str, batch: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODELS[name]))
+    loaded = load_model(str(path), device="cuda", compute_dtype=torch.bfloat16)
+    assert loaded.backend != "cpu"
+    moved = {key: value.cuda() if torch.is_tensor(value) else value for key, value in batch.items()}
+    packed = PackedLM(loaded.model, backend=loaded.backend, plain_head=loaded.report.plain_head)
+    with torch.autocast("cuda", torch.bfloat16):
+        ours = packed(moved)
+    alone = losses_alone(loaded.model, moved).sum()
+    assert abs(ours.item() / alone.item() - 1) < 1e-2

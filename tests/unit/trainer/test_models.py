@@ -246,6 +246,16 @@ def test_learned_positions_limit_the_longest_segment(config: Write) -> None:
     assert check_segments(rotary, 65) == ["the longest segment has 65 tokens; the model was made for 64"]
 
 
+def test_a_model_of_8_positions_takes_rows_of_more_tokens_since_positions_restart(config: Write) -> None:
+    loaded = load_model(config("gpt2", n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0))
+    ids = torch.arange(3, 12)[None]
+    kwargs = {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]), **guard.packed_kwargs([5, 4], ids.device)}
+    packed = loaded.model(input_ids=ids, **kwargs).logits[0]
+    loaded.model.set_attn_implementation("eager")
+    alone = [loaded.model(input_ids=part, use_cache=False).logits[0] for part in (ids[:, :5], ids[:, 5:])]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
 def test_rotary_frequencies_that_follow_the_longest_document_limit_segments(config: Write) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
     fields = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
