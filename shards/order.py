@@ -35,7 +35,8 @@ class Index(Protocol):
 
 def pack_costs(num_tokens: np.ndarray, attention_pairs: np.ndarray) -> np.ndarray:
     """Estimate the training time of packs, in tokens of a model without attention; float64, same shape."""
-    return np.add(num_tokens, attention_pairs / PAIRS_PER_TOKEN)
+    costs: np.ndarray = num_tokens + attention_pairs / PAIRS_PER_TOKEN
+    return costs
 
 
 def deal(costs: np.ndarray, world_size: int, micro_batches: int, packs_per_batch: int = 1) -> np.ndarray:
@@ -141,7 +142,7 @@ class StepOrder:
         self.costs = pack_costs(tokens, pairs)
         "Cost of each pack, padding counted; float64, shape (num_packs,)."
         self._epochs: dict[int, _Epoch] = {}
-        num_units = len(self._units(0)[1]) - 1
+        num_units = self._mix.num_packs if self._mix else len(self._units(0)[1]) - 1
         whole, over = divmod(num_units, self.units_per_step)
         self.steps_per_epoch = whole + (last_step == "pad" and over > 0)
         "Steps in an epoch, the same in every one."
@@ -277,6 +278,7 @@ class _Mix:
         lengths = totals / self._weights  # what the whole mix amounts to when this source is used up
         share = (lengths.min() if stop == "first" else lengths.max()) / lengths
         self._counts = [max(1, round(len(p) * s)) for p, s in zip(self._packs, share.tolist(), strict=True)]
+        self.num_packs = sum(self._counts)
         self.passes = {
             name: count / len(packs) for (name, _), count, packs in zip(mix, self._counts, self._packs, strict=True)
         }
