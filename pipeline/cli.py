@@ -33,7 +33,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """A number of bytes with an optional unit."""
 
     name = "size"

@@ -8,6 +8,7 @@ window depend on the plan alone. To add one, write such a function and enter it 
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -44,7 +45,7 @@ class Worker:
 
 
 def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
-    """Run windows in spawned processes, or in this one where one worker suffices.
+    """Run windows in processes (spawned, unless the program chose another way), or in this one where one suffices.
 
     A worker that dies breaks the pool; it is rebuilt, and the windows that were in flight run again one at a time, so
     that a window which kills its worker is found out and blamed alone, after `TRIES` tries.
@@ -56,7 +57,7 @@ def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iter
         return
     suspects: list[Task] = []
     tries: dict[int, int] = {}
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "spawn")
     progress = context.Array("q", 3)
     pool = _new_pool(job, workers, context, progress)
     flying: dict[Future[Record], Task] = {}
@@ -66,6 +67,7 @@ def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iter
             for task in [suspects.pop(0)] if suspects and room else list(islice(tasks, max(room, 0))):
                 flying[pool.submit(_run_task, task)] = task
             if not flying:
+                pool.shutdown()
                 return
             done, _ = wait(flying, timeout=0.2, return_when=FIRST_COMPLETED)
             _drain(progress, tick)
@@ -99,11 +101,20 @@ def _new_pool(job: Job, workers: int, context: Any, progress: Any) -> ProcessPoo
 def _start_worker(job: Job, progress: Any) -> None:
     global _worker, _progress
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops us
+    threading.Thread(target=_end_with_driver, daemon=True).start()
     _worker = Worker(job)
     _progress = progress
 
 
 _progress: Any = None
+
+
+def _end_with_driver() -> None:
+    """End this process when the driver is gone, even if it had no time to say so."""
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    driver.join()
+    os._exit(1)
 
 
 def _run_task(task: Task) -> Record:
@@ -150,33 +161,38 @@ def run_ray(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterat
         ray.init(
             log_to_driver=False, include_dashboard=False, num_cpus=None if os.environ.get("RAY_ADDRESS") else workers
         )
-    shared = ray.put(job)
-    remote = ray.remote(num_cpus=1, max_retries=TRIES - 1, retry_exceptions=[OSError, MemoryError])(_ray_task)
+    shared: Any = ray.put(job)
+    policy: dict[str, Any] = {"num_cpus": 1, "max_retries": TRIES - 1, "retry_exceptions": [OSError, MemoryError]}
+    remote: Any = ray.remote(**policy)(_ray_task)
     flying: dict[Any, Task] = {}
-    while True:
-        for task in islice(tasks, 2 * workers - len(flying)):
-            flying[remote.remote(shared, task)] = task
-        if not flying:
-            return
-        for reference in ray.wait(list(flying), num_returns=1)[0]:
-            task = flying.pop(reference)
-            try:
-                record: Record = ray.get(reference)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            except ray.exceptions.RayError as error:
-                raise PackError(
-                    f"{task.describe(job.sources)}: its Ray worker died {TRIES} times ({type(error).__name__}); "
-                    "expected it to finish. Look for a lack of memory, then --resume."
-                ) from error
-            documents, tokens = record["counts"]["documents"]["read"], record["counts"]["tokens"]["read"]
-            tick(documents, tokens, record["raw_bytes"])
-            yield record
+    try:
+        while True:
+            for task in islice(tasks, 2 * workers - len(flying)):
+                flying[remote.remote(shared, task)] = task
+            if not flying:
+                return
+            for reference in ray.wait(list(flying), num_returns=1)[0]:
+                task = flying.pop(reference)
+                try:
+                    record: Record = ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from None
+                except ray.exceptions.RayError as error:
+                    raise PackError(
+                        f"{task.describe(job.sources)}: its Ray worker died {TRIES} times ({type(error).__name__}); "
+                        "expected it to finish. Look for a lack of memory, then --resume."
+                    ) from error
+                documents, tokens = record["counts"]["documents"]["read"], record["counts"]["tokens"]["read"]
+                tick(documents, tokens, record["raw_bytes"])
+                yield record
+    finally:
+        for reference in flying:  # after an error or Ctrl-C
+            ray.cancel(reference, force=True)
 
 
 def _ray_task(job: Job, task: Task) -> Record:
     global _worker
-    if _worker is None or _worker.job.plan_id != job.plan_id:
+    if _worker is None or _worker.job != job:
         _worker = Worker(job)
     return _worker.run(task, lambda documents, tokens, raw_bytes: None)
 

@@ -49,7 +49,8 @@ class RichProgress(Progress):
         self.documents, self.tokens = self.documents + documents, self.tokens + tokens
         self.raw_bytes += raw_bytes
         elapsed = max(self.bar.tasks[self.task].elapsed or 0.0, 1e-3)
-        figures = f"{self.documents:,} documents  {self.tokens / elapsed / 1e6:.2f} Mtok/s  {self.raw_bytes / elapsed / 1e6:.1f} MB/s"
+        speeds = f"{self.tokens / elapsed / 1e6:.2f} Mtok/s  {self.raw_bytes / elapsed / 1e6:.1f} MB/s"
+        figures = f"{self.documents:,} documents  {speeds}"
         self.bar.update(self.task, advance=raw_bytes, figures=figures)
 
     def say(self, message: str) -> None:

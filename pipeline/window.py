@@ -90,7 +90,7 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
         tick: Called as documents are done.
 
     Returns:
-        The sidecar without its index rows.
+        What the driver keeps count of: window, counts, raw_bytes.
     """
     stages = Stages()
     source = job.sources[task.source]
@@ -114,7 +114,8 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
         rows = gather(documents, segments, bins, layout)
     counts |= {"segments": len(segments.length), "packs": len(rows)}
     lengths = np.diff(documents.offsets)
-    longest = np.argsort(-lengths, kind="stable")[:LONGEST]
+    overlong = np.flatnonzero(lengths > layout.seq_len)
+    longest = overlong[np.argsort(-lengths[overlong], kind="stable")[:LONGEST]]
     with stages.time("write"):
         shard = write_shard(store, layout, job.plan_id, task.window, rows)
     sidecar = {
@@ -128,11 +129,7 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
         "bound_packs": bound,
         "lengths": length_histogram(lengths),
         "segment_lengths": length_histogram(segments.length),
-        "longest": [
-            {"doc_id": int(documents.doc_ids[k]), "tokens": int(lengths[k])}
-            for k in longest
-            if lengths[k] > layout.seq_len
-        ],
+        "longest": [{"doc_id": int(documents.doc_ids[k]), "tokens": int(lengths[k])} for k in longest],
         "spans": [list(span) for span in reader.spans],
         "input_xxh3": reader.input_xxh3,
         "raw_bytes": reader.raw_bytes,
@@ -147,8 +144,7 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
     }
     with stages.time("write"):
         store.put(sidecar_name(task.window), seal(sidecar))
-    del sidecar["index"]
-    return sidecar
+    return {name: sidecar[name] for name in ("window", "counts", "raw_bytes")}
 
 
 def _rejected(entry: Rejected, window: int) -> dict[str, Any]:
@@ -185,14 +181,14 @@ def _join(parts: list[Documents], window: int) -> WindowTokens:
     """Concatenate batches; where any has a mask, those without one are all targets."""
     masked = any(part.loss_mask is not None for part in parts)
     masks = [np.ones(len(p.input_ids), np.uint8) if p.loss_mask is None else p.loss_mask for p in parts if masked]
-    turns = [p for p in parts if p.turn_ends is not None]
+    turns = [(p.turn_ends, p.turn_offsets) for p in parts if p.turn_ends is not None and p.turn_offsets is not None]
     return WindowTokens(
         input_ids=_concatenate([part.input_ids for part in parts], np.int32),
         loss_mask=_concatenate(masks, np.uint8),
         offsets=_join_offsets([part.offsets for part in parts]),
         doc_ids=_concatenate([part.indices for part in parts], np.int64) + (window << 32),
-        turn_ends=_concatenate([p.turn_ends for p in turns], np.int64) if turns else None,
-        turn_offsets=_join_offsets([p.turn_offsets for p in turns]) if turns else None,
+        turn_ends=_concatenate([ends for ends, _ in turns], np.int64) if turns else None,
+        turn_offsets=_join_offsets([offsets for _, offsets in turns]) if turns else None,
     )
 
 
