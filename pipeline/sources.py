@@ -166,11 +166,6 @@ def enumerate_streams(sources: list[Source]) -> list[tuple[int, int]]:
     ]
 
 
-def streamed_files(sources: list[Source]) -> list[SourceFile]:
-    """Return every streamed file, in plan order."""
-    return [sources[number].files[index] for number, index in enumerate_streams(sources)]
-
-
 def check_unchanged(sources: Iterable[Source]) -> None:
     """Compare every file with its fingerprint, to notice a corpus that changed while it was read.
 

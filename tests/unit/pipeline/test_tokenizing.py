@@ -189,6 +189,16 @@ def test_an_unknown_tokenizer_is_named(tmp_path, monkeypatch):
         load_spec(str(tmp_path / "empty"))
 
 
+def test_a_tokenizer_without_tokenizer_json_is_converted_by_transformers(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    spec, files = load_spec(str(tmp_path))
+    assert (spec.prefix_ids, spec.suffix_ids, spec.pad_id) == ((2,), (3,), 0)
+    ids, _ = Encoder(files).encode(["Hello worlds"])
+    assert ids.tolist() == [5, 6, 7]
+
+
 # Control text
 
 
