@@ -1,8 +1,8 @@
 """Train with `transformers.Trainer` on packed shards: python examples/with_transformers.py DATASET MODEL OUT
 
-Three things make it right. The model comes from `load_model`, which gives it the attention that keeps documents apart and
-refuses models where that cannot work. `remove_unused_columns=False` lets boundaries and loss mask reach the collator. And
-the loss is divided by the targets of the whole step, which the Trainer does by itself from the collator's labels.
+Three things make it right. The model comes from `load_model`, which gives it the attention that keeps documents apart
+and refuses models where that cannot work. `remove_unused_columns=False` lets boundaries and loss mask reach the
+collator. And the loss is divided by the targets of the whole step, which the Trainer takes from the collator's labels.
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,7 +26,9 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> int:
         matches = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
         if not matches:
             first = next(name for name, _ in model.named_parameters())
-            raise PackError(f"--freeze: {pattern!r} matches no parameter; names look like {first!r}. Check the pattern.")
+            raise PackError(
+                f"--freeze: {pattern!r} matches no parameter; names look like {first!r}. Check the pattern."
+            )
         for parameter in matches:
             frozen += parameter.numel() if parameter.requires_grad else 0
             parameter.requires_grad_(False)
@@ -52,7 +55,9 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        # adapters in fp32 beside a bf16 base, like the fp32 weights of a full run
-        return get_peft_model(model, settings, autocast_adapter_dtype=config.dtype != "bf16-pure")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks by the old name
+            # adapters in fp32 beside a bf16 base, like the fp32 weights of a full run
+            return get_peft_model(model, settings, autocast_adapter_dtype=config.dtype != "bf16-pure")
     except ValueError as error:
         raise PackError(f"--lora-targets: {', '.join(config.lora_targets)}: {str(error).splitlines()[0]}") from error

@@ -69,7 +69,9 @@ class HostBuffers:
         self.length = self.num_offsets = self.max_seqlen = 0
         self.copied: torch.cuda.Event | None = None
 
-    def fill(self, packs: Sequence[Pack], max_seqlen: int, shape: Shape, masked: Sequence[bool] | np.ndarray | None = None) -> None:
+    def fill(
+        self, packs: Sequence[Pack], max_seqlen: int, shape: Shape, masked: Sequence[bool] | np.ndarray | None = None
+    ) -> None:
         """Copy packs into the buffers.
 
         Args:
@@ -78,6 +80,8 @@ class HostBuffers:
             shape: Form of the micro-batch.
             masked: Packs that fill up a step and carry no target.
         """
+        if self.copied is not None:
+            self.copied.synchronize()  # of the thread that fills, not of the training loop
         at, n = 0, 0
         for i, (ids, positions, mask, cu) in enumerate(packs):
             stop = at + len(ids)
@@ -132,7 +136,7 @@ class HostBuffers:
             for name, tensor in self.tensors.items()
         }
         if device.type == "cuda":
-            self.copied = torch.cuda.Event()
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record()
         ids, positions = _widen(moved["input_ids"]), _widen(moved["position_ids"])
         labels = torch.full_like(ids, IGNORED)

@@ -4,8 +4,8 @@
     checkpoints/best             link to the step with the lowest evaluation loss
 
 The state is copied to host memory before `save` returns, so the optimizer may move on while a thread writes. A name
-without `_tmp-` is complete: `checkpoint.json` holds size and hash of every file, the rename is last. What does not match
-its hashes is skipped with a message. Only trained parameters are kept; frozen ones come from the model itself.
+without `_tmp-` is complete: `checkpoint.json` holds size and hash of every file, the rename is last. What does not
+match its hashes is skipped with a message. Only trained parameters are kept; frozen ones come from the model itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from shards.errors import PackError
 from trainer.distributed import World
@@ -66,7 +67,9 @@ class Checkpoints:
             temporary.mkdir(parents=True)
         self._barrier()
         torch.save(_rng_state(self.world.device), temporary / f"rng-{self.world.rank}.pt")
-        written = dcp.async_save(_tensors(model, optimizer), checkpoint_id=temporary, process_group=self._group, no_dist=self._alone)
+        written = async_save(
+            _tensors(model, optimizer), checkpoint_id=temporary, process_group=self._group, no_dist=self._alone
+        )
         content = {"version": VERSION, "step": step, "world_size": self.world.size, "facts": facts}
 
         def finish() -> None:
@@ -108,7 +111,7 @@ class Checkpoints:
         Processes that the saving run did not have keep their own random state.
         """
         _allocate(optimizer)
-        dcp.load(_tensors(model, optimizer), checkpoint_id=path, process_group=self._group, no_dist=self._alone)
+        load(_tensors(model, optimizer), checkpoint_id=path, process_group=self._group, no_dist=self._alone)
         rng = path / f"rng-{self.world.rank}.pt"
         if rng.exists():
             _set_rng_state(torch.load(rng, weights_only=True), self.world.device)
@@ -165,7 +168,7 @@ def _name(step: int) -> str:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return every trained parameter and its optimizer state by name, as the tensors themselves."""
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     state = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
     for parameter, values in optimizer.state.items():
         state |= {f"optimizer.{names[parameter]}.{key}": value for key, value in values.items()}

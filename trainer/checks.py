@@ -60,9 +60,12 @@ def _tokenizer_file(model: str) -> Path | None:
     if Path(model).is_dir():
         file = Path(model) / "tokenizer.json"
         return file if file.exists() else None
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     found = cached_file(
-        model, "tokenizer.json", _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        model,
+        "tokenizer.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
     return Path(found) if found else None

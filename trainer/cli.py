@@ -43,7 +43,7 @@ TRAIN_OPTIONS: list[tuple[str, Any, str]] = [
     ("mix_stop", str, "Source whose end is a mixed epoch's end."),
     ("freeze", str, "Parameters left as they are: a pattern such as 'model.embed*'; repeatable."),
     ("lora_rank", int, "Rank of LoRA adapters; 0 trains the model itself."),
-    ("lora_alpha", float, "LoRA scale. [default: twice the rank]"),
+    ("lora_alpha", int, "LoRA scale. [default: twice the rank]"),
     ("lora_targets", str, "Modules that get adapters, with commas. [default: all linear but the head]"),
     ("activation_checkpointing", None, "Recompute layers in backward to save memory."),
     ("shard", str, "Weights on each device: all (none) or a slice (full)."),

@@ -1,9 +1,9 @@
 """Packed rows for other trainers: what `transformers.Trainer` and TRL's `SFTTrainer` expect of a batch.
 
 Rows are laid end to end in one row of length T with `position_ids`, the four keyword arguments of variable-length
-attention, and `labels` that are not shifted yet (these trainers shift). There is no attention mask: transformers prefers
-one to the boundaries and documents would see each other; `use_cache` is off for the same reason. What those trainers do
-to rows before they get here is checked, since each of it trains silently on something else.
+attention, and `labels` that are not shifted yet (these trainers shift). There is no attention mask: transformers
+prefers one to the boundaries and documents would see each other; `use_cache` is off for the same reason. What those
+trainers do to rows before they get here is checked, since each of it trains silently on something else.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PackedCollator:
     def __init__(self) -> None:
         if torch.cuda.device_count() > 1 and "LOCAL_RANK" not in os.environ:
             raise PackError(
-                f"PackedCollator: {torch.cuda.device_count()} GPUs in one process; transformers would cut the row and its "
-                "boundaries into pieces. Start with torchrun, or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
+                f"PackedCollator: {torch.cuda.device_count()} GPUs in one process; transformers would cut the row and "
+                "its boundaries into pieces. Start with torchrun, or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
             )
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def _check(row: Mapping[str, Any]) -> None:
     missing = [name for name in _NEEDED if name not in row]
     if missing:
         raise PackError(
-            f"PackedCollator: a row came without {', '.join(missing)}; the trainer removes columns that the model does not "
-            "name. Set remove_unused_columns=False."
+            f"PackedCollator: a row came without {', '.join(missing)}; the trainer removes columns that the model "
+            "does not name. Set remove_unused_columns=False."
         )
     length = len(row["input_ids"])
     if int(row["cu_seqlens"][-1]) != length or len(row["loss_mask"]) != length:
         raise PackError(
-            f"PackedCollator: a row has {length} ids, its boundaries end at {int(row['cu_seqlens'][-1])}; the trainer cut or "
-            "packed it again. Set dataset_kwargs={'skip_prepare_dataset': True} and packing=False (TRL)."
+            f"PackedCollator: a row has {length} ids, its boundaries end at {int(row['cu_seqlens'][-1])}; the trainer "
+            "cut or packed it again. Set dataset_kwargs={'skip_prepare_dataset': True} and packing=False (TRL)."
         )

@@ -16,6 +16,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("shuffled", "cost-grouped"),
     "last_step": ("drop", "pad"),
     "shard": ("none", "full"),
+    "mix_by": ("tokens", "targets", "packs"),
+    "mix_stop": ("first", "longest"),
 }
 
 
@@ -76,12 +78,12 @@ class TrainConfig:
     mix_by: str = "tokens"
     "What the weights of mix count: tokens, packs or targets."
     mix_stop: str = "first"
-    "A mixed epoch ends when the first source is used up, or when all are (the others start again)."
+    "A mixed epoch ends when the first source is used up, or with the longest (the others start again)."
     freeze: tuple[str, ...] = ()
     "Parameters that stay as they are: patterns such as 'model.embed_tokens.*'."
     lora_rank: int = 0
     "Rank of LoRA adapters; 0 trains the model itself."
-    lora_alpha: float | None = None
+    lora_alpha: int | None = None
     "LoRA scale; None for twice the rank."
     lora_targets: tuple[str, ...] = ()
     "Module names that get adapters; empty for all linear layers but the head."

@@ -8,8 +8,8 @@ a process group of their own: their collectives run in a thread beside the train
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shards.errors import PackError
+from trainer.loss import unwrap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     started: bool = False
     "Whether `start` made the process group, so that `stop` ends it."
 
@@ -76,7 +77,7 @@ def total(values: Iterable[float | torch.Tensor], world: World) -> list[float]:
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers of a transformers model, in order."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
     return [module for module in base.modules() if type(module).__name__ in names]
 
@@ -116,7 +117,9 @@ def _fully_sharded(module: nn.Module, model: nn.Module, dtype: str, world: World
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if not dist.is_initialized():
-        raise PackError("--shard full: there is one process; expected several. Start it with torchrun --nproc-per-node N.")
+        raise PackError(
+            "--shard full: there is one process; expected several. Start it with torchrun --nproc-per-node N."
+        )
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if dtype == "bf16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -126,11 +129,10 @@ def _fully_sharded(module: nn.Module, model: nn.Module, dtype: str, world: World
     # the root keeps embeddings and head gathered until the end of the backward pass: the chunked loss reads the head
     root = fully_shard(module, mesh=mesh, mp_policy=policy)
 
-    class Accumulate:
-        def __enter__(self) -> None:
-            root.set_requires_gradient_sync(False)
+    @contextmanager
+    def accumulate() -> Iterator[None]:
+        root.set_requires_gradient_sync(False)
+        yield
+        root.set_requires_gradient_sync(True)
 
-        def __exit__(self, *_: object) -> None:
-            root.set_requires_gradient_sync(True)
-
-    return Parallel(root, Accumulate)
+    return Parallel(module, accumulate)

@@ -19,14 +19,14 @@ def export(model: Any, out: Path, dataset: Dataset, config: TrainConfig, world: 
     """Write the model; every process calls this, since a sharded model is gathered.
 
     Args:
-        model: The transformers model, with adapters or not; a bf16 run's is cast to bf16 in place, adapters are merged in
-            place, so training cannot go on with it.
+        model: The transformers model, with adapters or not; a bf16 run's is cast to bf16 and adapters are merged in
+            place, so that training cannot go on with it.
         out: Run directory; gets `model`, and `adapter` for LoRA.
         figures: What the card reports.
 
     Returns:
-        The directory that `AutoModelForCausalLM.from_pretrained` loads: `model`, or `adapter` where a sharded base cannot
-        take the adapters in.
+        The directory that `AutoModelForCausalLM.from_pretrained` loads: `model`, or `adapter` where a
+        sharded base cannot take the adapters in.
     """
     target, adapters = out / "model", hasattr(model, "get_base_model")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -73,6 +73,7 @@ def _card(dataset: Dataset, config: TrainConfig, figures: dict[str, Any]) -> str
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{base}tags: [shardpack]\n---\n"
         f"# {Path(config.out).name}\n\nTrained on packed rows: every document saw only itself.\n\n"
-        f"| | |\n|---|---|\n| dataset id | `{dataset.dataset_id}` |\n| capacity of a row | {dataset.seq_len} tokens |\n{rows}\n\n"
+        f"| | |\n|---|---|\n| dataset id | `{dataset.dataset_id}` |\n"
+        f"| capacity of a row | {dataset.seq_len} tokens |\n{rows}\n\n"
         f"## Settings\n\n```json\n{settings}\n```\n"
     )

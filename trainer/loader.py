@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shards import Dataset, PackError
+from shards.order import StepOrder
 from shards.schema import PAD_MULTIPLE
 from trainer.batch import Batch, HostBuffers, Shape
 
@@ -57,7 +58,7 @@ class PackLoader:
         last_step: "drop" or "pad".
         mix: (source, weight) pairs; empty for every pack once an epoch.
         mix_by: What the weights count.
-        mix_stop: When a mixed epoch ends.
+        mix_stop: When a mixed epoch ends: "first" source used up, or "longest".
         rank: This process.
         world_size: Number of processes.
         device: Where batches go.
@@ -104,25 +105,50 @@ class PackLoader:
                 f"--packs-per-step: {self.packs_per_step}; expected a multiple of {smallest} "
                 f"({smallest // world_size} packs in a micro-batch, {world_size} processes)."
             )
-        self.batches_per_step = self.packs_per_step // smallest
+        self.batches_per_step = self.packs_per_step // smallest  # of this process
         self.steps_taken = 0
         "Steps handed out whole, over all epochs."
-        self.steps_per_epoch = len(dataset) // self.packs_per_step
-        self._fixed = {"seed": seed, "order": order, "packs_per_step": self.packs_per_step}
+        bucketed = dataset.packer == "bucketed"
+        self.plan = StepOrder(
+            dataset.index,
+            packs_per_step=self.packs_per_step,
+            packs_per_batch=self.tokens_per_batch // dataset.seq_len,
+            seed=seed,
+            order=order,
+            last_step=last_step,
+            padded_len=padded_lengths(dataset) if bucketed else None,
+            tokens_per_batch=self.tokens_per_batch,
+            sources=dataset.sources,
+            mix=mix,
+            mix_by=mix_by,
+            mix_stop=mix_stop,
+        )
+        "Which packs make which step."
+        self.steps_per_epoch = self.plan.steps_per_epoch
+        self._fixed = {
+            "seed": seed, "packs_per_step": self.packs_per_step, "tokens_per_batch": self.tokens_per_batch,
+            "order": order, "last_step": last_step,
+            "mix": [list(pair) for pair in mix], "mix_by": mix_by, "mix_stop": mix_stop,
+        }  # fmt: skip
 
-    def step_at(self, number):  # STUB until order lands
-        epoch, s = divmod(number, self.steps_per_epoch)
-        perm = np.random.default_rng([self._fixed["seed"], epoch]).permutation(len(self.dataset))
-        rows = perm[s * self.packs_per_step:(s + 1) * self.packs_per_step]
-        deal = rows.reshape(self.batches_per_step, self.world_size, -1)
-        idx = self.dataset.index
-        nt = int(idx.num_targets[rows].sum())
-        return Step(list(deal[:, self.rank]), int(idx.num_tokens[rows].sum()), nt, max(1, nt if self.weighting == "token" else int(idx.num_target_segments[rows].sum())), 1.0)
+    def step_at(self, number: int) -> Step:
+        """Return step `number` of the run, counted from 0 over all epochs, as this process sees it."""
+        ranks = self.plan.batches(*divmod(number, self.steps_per_epoch), self.world_size)
+        packs = np.concatenate([batch for rank in ranks for batch in rank])
+        work = np.array([sum(self.plan.costs[batch].sum() for batch in rank) for rank in ranks])
+        index = self.dataset.index
+        targets, segments = (int(column[packs].sum()) for column in (index.num_targets, index.num_target_segments))
+        return Step(
+            batches=ranks[self.rank],
+            num_tokens=int(index.num_tokens[packs].sum()),
+            num_targets=targets,
+            divisor=max(1, targets if self.weighting == "token" else segments),
+            straggler=float(work.max() / work.mean()),
+        )
 
-    def packs_of(self, number):
-        epoch, s = divmod(number, self.steps_per_epoch)
-        perm = np.random.default_rng([self._fixed["seed"], epoch]).permutation(len(self.dataset))
-        return perm[s * self.packs_per_step:(s + 1) * self.packs_per_step]
+    def packs_of(self, number: int) -> np.ndarray:
+        """Return the packs of step `number` over all processes; int64."""
+        return self.plan.step_packs(*divmod(number, self.steps_per_epoch))
 
     def __len__(self) -> int:
         return self.steps_per_epoch * self.batches_per_step
@@ -131,19 +157,19 @@ class PackLoader:
         epoch = self.steps_taken // self.steps_per_epoch
         return self._iterate(range(self.steps_taken, (epoch + 1) * self.steps_per_epoch))
 
-    def forever(self) -> Iterator[Batch]:
+    def forever(self) -> Generator[Batch]:
         """Iterate on through epoch after epoch."""
         return self._iterate(itertools.count(self.steps_taken))
 
-    def _iterate(self, numbers: Iterable[int]) -> Iterator[Batch]:
-        def plan() -> Iterator[tuple[np.ndarray, tuple[Step, int | None]]]:
+    def _iterate(self, numbers: Iterable[int]) -> Generator[Batch]:
+        def batches() -> Iterator[tuple[np.ndarray, tuple[Step, int | None]]]:
             for number in numbers:
                 step = self.step_at(number)
                 for i, rows in enumerate(step.batches):
                     yield rows, (step, number + 1 if i + 1 == len(step.batches) else None)
 
         for batch, (step, done) in feed(
-            self.dataset, plan(), self.tokens_per_batch, self.device, self.static_shapes, self.window
+            self.dataset, batches(), self.tokens_per_batch, self.device, self.static_shapes, self.window
         ):
             batch["step"] = step
             if done is not None:
@@ -157,7 +183,13 @@ class PackLoader:
     def state_at(self, steps_taken: int) -> dict[str, Any]:
         """Return the state after so many steps, as JSON-able values."""
         epoch, step = divmod(steps_taken, self.steps_per_epoch)
-        return {"version": STATE_VERSION, "dataset_id": self.dataset.dataset_id, "epoch": epoch, "step": step, **self._fixed}
+        return {
+            "version": STATE_VERSION,
+            "dataset_id": self.dataset.dataset_id,
+            "epoch": epoch,
+            "step": step,
+            **self._fixed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where another loader stood; the number of processes may differ.
@@ -168,13 +200,15 @@ class PackLoader:
         for key, value in self.state_at(0).items():
             if key not in ("epoch", "step") and state.get(key) != value:
                 raise PackError(
-                    f"{self.dataset.path}: the checkpoint was made with {key} {state.get(key)!r}, this run has {value!r}; "
-                    "other packs would come. Resume with the same dataset and settings, or start a new run."
+                    f"{self.dataset.path}: the checkpoint has {key} {state.get(key)!r}, this run has {value!r}; other "
+                    "packs would come. Resume with the same dataset and settings, or start a new run."
                 )
         self.steps_taken = state["epoch"] * self.steps_per_epoch + state["step"]
 
 
-def whole_dataset(dataset: Dataset, tokens_per_batch: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, None]]:
+def whole_dataset(
+    dataset: Dataset, tokens_per_batch: int, rank: int, world_size: int
+) -> Iterator[tuple[np.ndarray, None]]:
     """Deal every pack once, in order, the same number of micro-batches to every process.
 
     Processes that come out short get a pack without targets (~id), so that their collectives match the others'.
@@ -236,9 +270,7 @@ def feed(
 
     thread = ThreadPoolExecutor(1, "prefetch")
     try:
-        pending = deque(
-            thread.submit(prepare, filler.buffers(pin=device.type == "cuda")) for _ in range(PREFETCH + 1)
-        )
+        pending = deque(thread.submit(prepare, filler.buffers(pin=device.type == "cuda")) for _ in range(PREFETCH + 1))
         while (prepared := pending.popleft().result()) is not None:
             buffers, figures, num_rows, note = prepared
             batch = buffers.to_device(device, num_rows) | figures

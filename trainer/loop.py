@@ -89,7 +89,7 @@ def optimize(run: Run) -> None:
             log_now = run.due(config.log_every) or run.step == 1
             save_now, evaluate_now = run.due(config.save_every), run.held_out is not None and run.due(config.eval_every)
             if log_now or save_now or evaluate_now or run.world.device.type == "cpu":
-                stop_if_not_finite(run, norm)  # reading from a GPU waits for it, so not at every step there
+                stop_if_not_finite(run)  # reading from a GPU waits for it, so not at every step there
             if log_now:
                 log(run, window, norm, rate)
                 window = Window(torch.zeros((), device=run.world.device))
@@ -194,7 +194,7 @@ def save(run: Run, is_best: bool = False) -> None:
     run.checkpoints.save(run.step, run.model, run.optimizer, facts, is_best)
 
 
-def stop_if_not_finite(run: Run, norm: torch.Tensor) -> None:
+def stop_if_not_finite(run: Run) -> None:
     """Stop before a gradient that is not finite reaches the weights: they are still those of the step before.
 
     Raises:
@@ -209,12 +209,15 @@ def stop_if_not_finite(run: Run, norm: torch.Tensor) -> None:
     file = Path(run.config.out) / "not-finite.json"
     packs = sorted({int(pack) for pack in run.loader.packs_of(bad)})
     if run.world.is_main:
-        documents = {pack: run.dataset[pack]["doc_ids"].tolist() for pack in packs}
-        file.write_text(json.dumps({"step": bad + 1, "grad_norm": str(float(norm)), "documents_by_pack": documents}, indent=1))
+        documents = {
+            pack: [f"window {i >> 32}, record {i & 0xFFFFFFFF}" for i in run.dataset[pack]["doc_ids"].tolist()]
+            for pack in packs
+        }
+        file.write_text(json.dumps({"step": bad + 1, "documents_by_pack": documents}, indent=1))
     raise PackError(
-        f"step {bad + 1}: the gradient is {float(norm)}, of packs {', '.join(map(str, packs[:8]))}"
-        f"{' and more' if len(packs) > 8 else ''}; expected a finite one. The weights before it are saved, {file} names packs "
-        f"and documents. Look at them with pack show, or resume with a lower --lr."
+        f"step {bad + 1}: the gradient is not finite; expected a number. Its packs are {', '.join(map(str, packs[:8]))}"
+        f"{' and more' if len(packs) > 8 else ''}: {file} names them and their documents. The weights before the step are "
+        "saved. Look at the packs with pack show, or resume with a lower --lr."
     )
 
 

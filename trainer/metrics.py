@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
 
+from shards.errors import PackError
 from trainer.config import TrainConfig
+from trainer.loss import unwrap
 
 # dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets
 PEAK_FLOPS = {
@@ -49,7 +51,7 @@ class Cost:
 
 def cost_of(model: nn.Module) -> Cost:
     """Read the cost of a transformers model from its parameters and configuration."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model)
     config = base.config.get_text_config()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -111,8 +113,10 @@ class Metrics:
 
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
         if config.wandb:
-            import wandb
-
+            try:
+                import wandb
+            except ImportError as error:
+                raise PackError("--wandb: wandb is not installed. Run pip install wandb.") from error
             self._wandb = wandb.init(project=config.wandb, dir=str(out), config=config.to_dict(), resume="allow")
         console = Console(stderr=True)
         if config.progress if config.progress is not None else console.is_terminal:
@@ -135,7 +139,7 @@ class Metrics:
         figures = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
         if self._board is not None:
             for key, value in figures.items():
-                self._board.add_scalar(key, value, line["step"])  # type: ignore[no-untyped-call]
+                self._board.add_scalar(key, value, line["step"])
         if self._wandb is not None:
             self._wandb.log(figures, step=line["step"])
         if self._progress is not None and "loss" in line:
@@ -153,7 +157,7 @@ class Metrics:
         if self._progress is not None:
             self._progress.stop()
         if self._board is not None:
-            self._board.close()  # type: ignore[no-untyped-call]
+            self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
         if self._file is not None:

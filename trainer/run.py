@@ -181,7 +181,9 @@ def _resume(
     for name in FIXED_ON_RESUME:
         before, now = saved["config"][name], config.to_dict()[name]
         if json.dumps(before) != json.dumps(now):
-            raise PackError(f"{path}: was saved with {flag(name)} {before!r}, this run has {now!r}. Resume with the same.")
+            raise PackError(
+                f"{path}: was saved with {flag(name)} {before!r}, this run has {now!r}. Resume with the same."
+            )
     loader.load_state_dict(saved["loader"])
     checkpoints.load(path, model, optimizer)
     return saved

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import random
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ PROCESS = str(Path(__file__).parent / "train_process.py")
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Any]:
+def processes() -> Any:
     """The context that new processes come from."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.loop", "transformers.models.llama.modeling_llama"])
-    yield context
+    return context
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def run_training(processes: Any, tmp_path: Path) -> Callable[..., list[int]]:
 def write_questions(path: Path, number: int, seed: int = 0) -> Path:
     """Instructions with answers of very different lengths."""
     rng = random.Random(seed)
-    words = "the quick brown fox jumps over lazy dogs while packing puts documents into one row".split()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "packing", "puts", "documents"]
     with path.open("w", encoding="utf-8") as file:
         for k in range(number):
             question, answer = (" ".join(rng.choices(words, k=rng.randint(1, most))) for most in (6, 14))

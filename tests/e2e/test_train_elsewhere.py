@@ -28,21 +28,40 @@ def model_dir(llama, tmp_path) -> str:
 
 def quiet_arguments(packs: int) -> dict:
     """Every pack in every step, so that the order does not matter; the settings of `pack_train_losses`."""
+    size = max(divisor for divisor in range(1, 8) if packs % divisor == 0)
     return {
-        "max_steps": STEPS, "per_device_train_batch_size": 5, "gradient_accumulation_steps": packs // 5,
-        "learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 0, "adam_beta2": 0.95, "weight_decay": 0.1,
-        "max_grad_norm": 1.0, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True,
-        "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False,
-    }  # fmt: skip
+        "max_steps": STEPS,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": packs // size,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+        "adam_beta2": 0.95,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
 
 
 def pack_train_losses(packed: str, model_dir: str, out: Path, packs: int) -> list[float]:
     train(
         TrainConfig(
-            dataset=packed, model=model_dir, out=str(out), steps=STEPS, packs_per_step=packs, lr=1e-2, schedule="linear",
-            dtype="fp32", log_every=1, device="cpu", last_step="pad",
+            dataset=packed,
+            model=model_dir,
+            out=str(out),
+            steps=STEPS,
+            packs_per_step=packs,
+            lr=1e-2,
+            schedule="linear",
+            dtype="fp32",
+            log_every=1,
+            device="cpu",
         )
-    )  # fmt: skip
+    )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines]
 
@@ -50,7 +69,7 @@ def pack_train_losses(packed: str, model_dir: str, out: Path, packs: int) -> lis
 @pytest.mark.parametrize("example", ["with_transformers", "with_trl"])
 def test_an_example_gives_the_losses_of_pack_train(example, packed, model_dir, tmp_path):
     packs = len(Dataset(packed))
-    assert packs % 5 == 0, "another number would need another split into micro-batches"
+    assert packs > 1
     expected = pack_train_losses(packed, model_dir, tmp_path / "ours", packs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # these libraries warn about themselves
@@ -94,8 +113,7 @@ def test_columns_removed_by_the_trainer_are_refused(packed, model_dir, tmp_path)
         train_dataset=Dataset(packed),
         data_collator=PackedCollator(),
     )
-    with pytest.raises(PackError, match="Set remove_unused_columns=False"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(), pytest.raises(PackError, match="Set remove_unused_columns=False"):
         trainer.train()
 
 

@@ -1,4 +1,4 @@
-"""One training process, run by path in a process of its own: `jobs`, `rank`, `world_size` and `rendezvous` come as globals.
+"""One training process, run by path: `jobs`, `rank`, `world_size` and `rendezvous` come as globals.
 
 A job is the fields of a TrainConfig, and optionally `kill`: where the process ends itself with SIGKILL.
 """

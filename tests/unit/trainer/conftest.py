@@ -97,3 +97,19 @@ def model_config(tmp_path: Path) -> Callable[..., str]:
 def dataset(tmp_path: Path) -> Dataset:
     """Sixty documents of 2 to 40 tokens in packs of 48."""
     return write_dataset(tmp_path / "dataset", {"main": random_documents(60, 40)}, 48)
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
+    """Write a dataset from documents by source; the packer, if not ffd, last."""
+
+    def make(sources: dict[str, list[Document]], seq_len: int, packer: str = "ffd", **fields: int) -> Dataset:
+        return write_dataset(tmp_path / f"dataset-{packer}", sources, seq_len, packer, **fields)
+
+    return make
+
+
+@pytest.fixture
+def documents() -> Callable[..., list[Document]]:
+    """Random documents; see `random_documents`."""
+    return random_documents
