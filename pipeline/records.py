@@ -107,17 +107,19 @@ class WindowReader:
 
     def __iter__(self) -> Iterator[RecordBatch]:
         waiting: list[_Chunk] = []
+        size = 0
         for piece in self._slices:
             first = self.num_records
             for chunk in self._chunks(self.source.files[piece.file], piece):
                 if waiting and waiting[0].form is not chunk.form:
                     yield self._batch(waiting)
-                    waiting = []
+                    waiting, size = [], 0
                 waiting.append(chunk)
+                size += chunk.size
                 self.num_records += len(chunk.raws)
-                if sum(part.size for part in waiting) >= BATCH_BYTES:
+                if size >= BATCH_BYTES:
                     yield self._batch(waiting)
-                    waiting = []
+                    waiting, size = [], 0
             self.spans.append(Span(*piece, first, self.num_records - first))
         if waiting:
             yield self._batch(waiting)
