@@ -173,7 +173,9 @@ class _Turns:
     def _answer_start(self, index: int) -> int | None:
         """Return where the template's header of an answer ends."""
         if index == 0:  # templates cannot render a conversation without messages
-            return self.origin.first(0)
+            header, first = self.template.answer_header(), self.origin.first(0)
+            at = self.text.find(header, 0, len(self._prefix(1)) if first is None else first)
+            return at + len(header) if header and at >= 0 else first
         prompt = ""
         if self.template.has_prompt:
             prompt = self.template.render(self.messages[:index], self.conversation.tools, prompt=True)

@@ -97,7 +97,7 @@ class ChatTemplate:
         return [self._shaped(message, self._dialect) for message in conversation.messages]
 
     def answer_header(self) -> str:
-        """Return what the template writes before an answer; for templates without a prompt for generation."""
+        """Return what the template writes before an answer, as far as a small conversation shows it."""
         return self._trial_answer[0]
 
     def end_marks(self) -> set[int]:
@@ -113,7 +113,8 @@ class ChatTemplate:
         if before is None or whole is None or not whole.startswith(before):
             return "", ""
         header, _, end = whole[len(before) :].partition("trial answer")
-        return header, end
+        prompt = self.render(trial[:1], prompt=True)
+        return prompt.removeprefix(before) if prompt != before and prompt.startswith(before) else header, end
 
     def origin(self, messages: list[Message], tools: list[Any] | None, text: str) -> Origin:
         """Find which characters of `text`, the rendering of `messages`, came from the messages.
