@@ -1,10 +1,9 @@
 """Training runs, from the `metrics.jsonl` that each leaves in its directory: one table, one page for one or several."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import orjson
 
 from pipeline.html import COLOURS, Page, Plot, Section, Table, lines, plot
 from pipeline.terminal import number, percent
@@ -51,8 +50,8 @@ def read_run(path: str) -> Run:
         if not line.strip():
             continue
         try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            record = json.loads(line)  # not orjson: a run that diverged has NaN
+        except ValueError as error:
             if position == len(raw) - 1:
                 continue
             raise PackError(f"{file}, line {position + 1}: is not JSON. Remove the line, or train again.") from error

@@ -1,0 +1,107 @@
+"""`pack inspect` on the terminal and as JSON."""
+
+import json
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli import main
+from pipeline.deep import deep
+from pipeline.inspection import typical_lengths
+from pipeline.terminal import duration, percent, size
+from shards import Dataset
+
+
+def run(*arguments, **environment):
+    return CliRunner().invoke(main, ["inspect", *map(str, arguments)], env=environment, catch_exceptions=False)
+
+
+@pytest.fixture
+def dataset(write_dataset):
+    return write_dataset({"web": [[30, 20, 10], [64]], "code": [[40, 24]]}, lost={"web": {"overlong": 100}})
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(dataset, columns):
+    lines = run(dataset, COLUMNS=str(columns)).output.splitlines()
+    assert len(lines) > 20
+    assert max(map(len, lines)) <= columns
+
+
+def test_a_pipe_gets_plain_text(dataset):
+    assert "\x1b" not in run(dataset).output
+    assert "\x1b" not in run(dataset, NO_COLOR="1", FORCE_COLOR=None).output
+
+
+def test_several_datasets_stand_side_by_side_and_differences_are_marked(write_dataset):
+    one = write_dataset({"web": [[30, 20]]}, name="one")
+    two = write_dataset({"web": [[30, 20]]}, name="two", seq_len=128)
+    lines = run(one, two, COLUMNS="160").output.splitlines()
+    line = {text.split("  ")[0].strip(): text for text in lines}
+    assert re.search(r"seq_len +≠ +64 +128", line["seq_len"])
+    assert "≠" not in line["packer"]
+    found = json.loads(run(one, two, "--json").output)
+    assert [report["recipe"]["seq_len"] for report in found] == [64, 128]
+
+
+def test_the_json_is_one_object_with_the_documented_fields(dataset):
+    report = json.loads(run(dataset, "--json").output)
+    assert set(report) == {
+        *("report", "path", "dataset_id", "plan_id", "recipe", "documents", "tokens", "targets", "segments", "packs"),
+        *("fill", "lengths", "segments_per_pack", "cost", "feedings", "model", "steps", "sources", "mix", "disk"),
+        *("build", "warnings"),
+    }
+
+
+def test_datasets_and_runs_do_not_mix(dataset, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    done = run(dataset, tmp_path)
+    assert (done.exit_code, done.output.count("\n")) == (1, 1)
+
+
+def test_a_bad_mix_is_a_usage_error(dataset):
+    assert run(dataset, "--mix", "web").exit_code == 2
+    assert run(dataset, "--mix", "other=1").exit_code == 1
+
+
+def test_a_deep_look_counts_what_the_rows_hold(write_dataset):
+    dataset = Dataset(write_dataset({"web": [[30, 20, 10], [1], [64]]}))
+    seen, figures = set(), {"duplicate_segments": 0, "segments_without_target": 0, "tokens_without_target": 0}
+    for row in dataset:
+        bounds = row["cu_seqlens"]
+        for start, stop in pairwise(bounds):
+            ids = tuple(row["input_ids"][start:stop].tolist())
+            figures["duplicate_segments"] += ids in seen
+            seen.add(ids)
+            if not row["loss_mask"][start:stop].any():
+                figures["segments_without_target"] += 1
+                figures["tokens_without_target"] += stop - start
+    found = deep(dataset)
+    assert {name: found[name] for name in figures} == figures
+    assert figures["segments_without_target"] > 0
+    assert found["lengths"] == [[1, 1], [10, 1], [20, 1], [30, 1], [64, 1]]
+    assert found["distinct_tokens"] == len({int(token) for row in dataset for token in row["input_ids"]})
+    assert found["feedings"][0]["slots"] == 125
+
+
+def test_a_deep_look_finds_documents_that_are_there_twice(write_dataset):
+    # the same seed, so the two sources begin with the same ids only by chance; one token each makes it certain
+    found = deep(Dataset(write_dataset({"web": [[1] * 60] * 20}, vocab_size=300)))
+    assert found["duplicate_segments"] == 1200 - found["distinct_tokens"]
+    assert found["duplicate_tokens"] == found["duplicate_segments"]
+
+
+def test_typical_lengths_stand_for_the_histogram():
+    report = {"lengths": {"documents": {"histogram": [[10, 4, 40], [300, 2, 604]]}}}
+    assert typical_lengths(report).tolist() == [10] * 4 + [302] * 2
+    many = {"lengths": {"documents": {"histogram": [[10, 3_000_000, 30_000_000], [50, 1_000_000, 50_000_000]]}}}
+    assert np.unique(typical_lengths(many), return_counts=True)[1].tolist() == [750_000, 250_000]
+
+
+def test_figures_are_written_as_people_read_them():
+    assert [percent(0.0), percent(0.5), percent(0.9999), percent(0.00012)] == ["0.0%", "50.0%", "99.990%", "0.012%"]
+    assert [size(512), size(2048), size(3 << 30)] == ["512 B", "2.0 KiB", "3.0 GiB"]
+    assert [duration(5), duration(90), duration(600), duration(7200 * 3)] == ["5.0 s", "90 s", "10 min", "6.0 h"]
