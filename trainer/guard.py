@@ -25,7 +25,7 @@ _STATE = "carries recurrent state from one document into the next"
 _OWN_MASK = "builds a dense mask of its own instead of calling transformers' attention interface"
 _REFUSED = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "bamba"), _STATE),
-    **dict.fromkeys(("zamba", "zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid", "qwen3_next"), _STATE),
+    **dict.fromkeys(("zamba", "zamba2", "nemotron_h", "falcon_h1", "qwen3_next"), _STATE),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "carries a convolution from one document into the next"),
     **dict.fromkeys(("gpt_neo", "falcon", "bloom", "mpt", "xglm", "ctrl", "xlnet", "openai-gpt"), _OWN_MASK),
     "gpt_oss": "gives every head an attention sink, which packed attention leaves out",
@@ -286,7 +286,8 @@ def inspect_model(model: Any, name: str) -> ModelReport:
         finally:
             model.train(training)
     report.windows = _windows(config)
-    if getattr(config, "output_router_logits", False) or getattr(config, "router_aux_loss_coef", 0):
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts and getattr(config, "router_aux_loss_coef", 0):
         report.notes.append("its loss for balancing experts is left out; the loss is cross-entropy alone")
     report.accepted = report.reason is None
     return report

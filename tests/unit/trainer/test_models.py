@@ -28,6 +28,10 @@ LATENT = {
     "v_head_dim": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
+MAMBA = {
+    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48, "mamba_n_heads": 4,
+    "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+}  # fmt: skip
 Write = Callable[..., str]
 
 
@@ -62,6 +66,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], int, bool]] = [  # model type, fields,
     ),
     ("diffllama", {}, 4, True),
     ("deepseek_v3", LATENT, 2, True),
+    ("granitemoehybrid", {**MAMBA, "layer_types": ["attention", "attention"]}, 2, True),
     ("granite", {"logits_scaling": 4.0}, 2, False),
     ("cohere", {"logit_scale": 0.25}, 2, False),
     ("nanochat", {"final_logit_softcapping": 15.0}, 2, False),
@@ -71,6 +76,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {}, "carries recurrent state"),
     ("lfm2", {}, "carries a convolution"),
     ("qwen3_5_text", {"num_hidden_layers": 4}, "has layers of type linear_attention"),
+    ("granitemoehybrid", {**MAMBA, "layer_types": ["mamba", "attention"]}, "has layers of type"),
     ("llama4_text", {"num_hidden_layers": 4}, "has layers of type chunked_attention"),
     ("gemma2", {"head_dim": 8}, "caps attention scores at 50.0"),
     ("gpt_oss", {}, "gives every head an attention sink"),
