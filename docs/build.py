@@ -26,7 +26,8 @@ def commands(command: click.Command, context: click.Context) -> Iterator[tuple[s
 
 def page() -> str:
     """Return the whole of docs/cli.md."""
-    root = main.context_class(main, info_name="pack", terminal_width=WIDTH, max_content_width=WIDTH)
+    settings = main.context_settings | {"terminal_width": WIDTH, "max_content_width": WIDTH}
+    root = main.context_class(main, info_name="pack", **settings)
     parts = [f"\n## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in commands(main, root)]
     return HEAD + "".join(parts)
 
