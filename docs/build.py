@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+
 from pipeline.cli import main
 
 PAGE = Path(__file__).with_name("cli.md")
