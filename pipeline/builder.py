@@ -4,9 +4,10 @@
 
 What survives a crash is committed windows; resuming means running the windows without a valid sidecar of this plan. The
 fast tokenizer engine may turn out wrong anywhere, so if a single window saw it fail, all that it wrote are built again
-with the reference engine.
+with the reference engine, before the commit.
 """
 
+import errno
 import platform
 import re
 import time
@@ -14,13 +15,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from importlib import metadata
 from itertools import chain
+from typing import NamedTuple
+
+import xxhash
 
 from pipeline.config import BuildConfig
 from pipeline.documents import explain_no_targets
 from pipeline.engines import ENGINES
 from pipeline.packing import PACKERS
 from pipeline.sources import Slice, Source, Window, check_unchanged, cut_windows, enumerate_streams, resolve
-from pipeline.stores import open_store
+from pipeline.stores import io_errors, open_store
 from pipeline.streams import stream_parts
 from pipeline.tokenizer_spec import load_spec
 from pipeline.tokenizing import REFERENCE
@@ -33,6 +37,7 @@ from shards.schema import FORMAT, VERSION
 
 RECIPE = 1  # raise it when the same plan would give other bytes
 SETTLED = 10_000  # records after which the share of bad ones is taken seriously
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Progress:
@@ -66,36 +71,55 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     spec, files = load_spec(config.tokenizer)
     sources = resolve(config)
     streamed = enumerate_streams(sources)
-    if config.windows and streamed:
+    if (config.windows or config.finalize) and streamed:
         name = sources[streamed[0][0]].files[streamed[0][1]].name
         raise PackError(
-            f"--windows {config.windows}: {name} cannot be cut unread; expected plain files. "
+            f"--windows, --finalize: {name} cannot be cut unread; expected plain files. "
             "Decompress it, or convert it to JSONL or Parquet first."
         )
     windows, part_bytes = cut_windows(sources, config.window_bytes)
     plan = make_plan(config, sources, spec.as_plan(), windows, part_bytes)
-    store = open_store(config.out)
+    job = Job(plan, plan_id(plan), sources, config.out, files, config.tokenizer_engine, config.on_error)
     try:
-        done = _prepare(store, config, plan, files)
-        if done is not None:
-            progress.say(f"{config.out}: is already built (dataset {done['dataset_id'][:12]}); nothing to do")
-            return done
-        job = Job(plan, plan_id(plan), sources, config.out, files, config.tokenizer_engine, config.on_error)
-        sizes = [file.bytes for source in sources for file in source.files]
-        progress.begin(None if None in sizes else sum(size or 0 for size in sizes))
-        num_windows = len(windows) if config.finalize else _run(job, config, store, progress)
-        there = store.sizes("shards")
-        missing = sum(f"{number:08d}.json" not in there for number in range(num_windows))
-        if missing and config.windows and not config.finalize:
-            progress.say(f"{config.out}: {missing} of {num_windows} windows are still to come; the last part commits")
-            return {"plan_id": job.plan_id, "unfinished": missing}
-        check_unchanged(sources)
-        return _commit(store, job, config, num_windows, begin)
-    except OSError as error:
+        return _build(job, config, open_store(config.out), progress, begin)
+    except io_errors() as error:
+        number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
+        what, remedy = ("no space left", "Make room") if number in FULL else ("cannot be written", "Mend the disk")
         raise PackError(
-            f"{config.out}: {error.strerror or error}; the windows that are done are kept. "
-            "Make room or mend the disk, then run the same command with --resume."
+            f"{config.out}: {what} ({reason}); the windows that are done are kept. "
+            f"{remedy}, then run the same command with --resume."
         ) from error
+    except MemoryError as error:
+        raise PackError(
+            f"{config.out}: out of memory; the windows that are done are kept. "
+            "Run the same command with --resume and fewer --workers."
+        ) from error
+
+
+def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begin: float) -> Record:
+    """Prepare the directory, run what is missing, redo what is in doubt, commit."""
+    done = _prepare(store, config, job)
+    if done is not None:
+        progress.say(f"{config.out}: is already built (dataset {done['dataset_id'][:12]}); nothing to do")
+        return done
+    sizes = [file.bytes for source in job.sources for file in source.files]
+    progress.begin(None if None in sizes else sum(size or 0 for size in sizes))
+    num_windows = len(job.plan["windows"]) if config.finalize else _run(job, config, store, progress)
+    there = store.sizes("shards")
+    missing = sum(f"{number:08d}.json" not in there for number in range(num_windows))
+    if missing and config.windows and not config.finalize:
+        progress.say(f"{config.out}: {missing} of {num_windows} windows are still to come; the last part commits")
+        return {"plan_id": job.plan_id, "unfinished": missing}
+    check_unchanged(job.sources)
+    survey = _survey(store, config, num_windows)
+    if survey.lied and survey.suspects:
+        progress.say(
+            "the fast tokenizer engine gave other ids than the reference somewhere; "
+            f"building its {len(survey.suspects)} windows again with {REFERENCE}"
+        )
+        _redo(job, config, survey.suspects, progress)
+        survey = _survey(store, config, num_windows)
+    return _commit(store, job, config, survey, num_windows, begin)
 
 
 def make_plan(
@@ -122,7 +146,7 @@ def make_plan(
     }
 
 
-def _prepare(store: Store, config: BuildConfig, plan: Plan, files: dict[str, bytes]) -> Record | None:
+def _prepare(store: Store, config: BuildConfig, job: Job) -> Record | None:
     """Make the output directory hold this plan; return the manifest if the dataset is already there."""
     data = store.get("plan.json")
     if data is None and (strangers := sorted(store.sizes("").keys() - {"_tmp", "shards", "tokenizer"})):
@@ -133,66 +157,96 @@ def _prepare(store: Store, config: BuildConfig, plan: Plan, files: dict[str, byt
     if data is not None and config.overwrite:
         store.clear()
     elif data is not None:
-        old = parse_plan(data, f"{config.out}/plan.json")
-        if plan_id(old) != plan_id(plan):
-            changes = list(differences(old, plan))
-            more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
-            raise PackError(
-                f"{config.out}: holds a build of another plan ({'; '.join(changes[:3])}{more}). "
-                "Choose another --out, or --overwrite."
-            )
-        manifest = store.get("manifest.json")
+        _check_same(data, config, job)
+        manifest = _whole_manifest(store)
         if manifest is not None:
-            return unseal(manifest, f"{config.out}/manifest.json", "F1")
+            return manifest
         if not (config.resume or config.windows or config.finalize):
             raise PackError(
-                f"{config.out}: holds an unfinished build of this plan. Add --resume to continue it, or --overwrite."
+                f"{config.out}: holds an unfinished or damaged build of this plan. "
+                "Add --resume to build what is missing, or --overwrite."
             )
+        store.remove("manifest.json")
     store.create()
     store.sweep()
-    for name, content in files.items():
+    for name, content in job.tokenizer_files.items():
         if store.get(f"tokenizer/{name}") != content:
             store.put(f"tokenizer/{name}", content)
     if store.get("plan.json") is None:
-        store.put("plan.json", canonical(plan))
+        store.put("plan.json", canonical(job.plan))
     return None
+
+
+def _check_same(data: bytes, config: BuildConfig, job: Job) -> None:
+    """Refuse a directory whose plan is another one, or one that read what cannot be read again."""
+    old = parse_plan(data, f"{config.out}/plan.json")
+    if plan_id(old) != job.plan_id:
+        changes = list(differences(old, job.plan))
+        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+        raise PackError(
+            f"{config.out}: holds a build of another plan ({'; '.join(changes[:3])}{more}). "
+            "Choose another --out, or --overwrite."
+        )
+    if _reads_stdin(job):
+        raise PackError(
+            f"{config.out}: holds a build from stdin, which cannot be read again; expected an empty or absent "
+            "directory. Choose another --out, or --overwrite."
+        )
+
+
+def _reads_stdin(job: Job) -> bool:
+    return any(file.location == "-" for source in job.sources for file in source.files)
+
+
+def _whole_manifest(store: Store) -> Record | None:
+    """Return the manifest, unless it is damaged or a file that it lists is missing or has another size."""
+    data = store.get("manifest.json")
+    if data is None:
+        return None
+    try:
+        manifest = unseal(data, f"{store.location}/manifest.json", "F1")
+    except FormatError:
+        return None
+    there = store.sizes("shards")
+    whole = store.size("index.arrow") == manifest["index"]["bytes"] and all(
+        there.get(shard["file"].removeprefix("shards/")) == shard["bytes"] and f"{shard['window']:08d}.json" in there
+        for shard in manifest["shards"]
+    )
+    return manifest if whole else None
 
 
 def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> int:
     """Run what is missing; return the number of windows of the whole dataset."""
     tally = _Tally(config.max_rejected)
     stream = _Stream(job.plan, job.sources)
-    facts: dict[int, Record] = {}
-
-    def note(record: Record) -> None:
-        facts[record["window"]] = record["facts"]["tokenizer"]
-        tally.add(record["counts"])
 
     def unfinished(tasks: Iterable[Task]) -> Iterator[Task]:
         for task in tasks:
-            sidecar = _committed(store, job, task.window)
+            sidecar = _committed(store, job, task)
             if sidecar is None:
                 yield task
             else:
-                note(sidecar)
+                tally.add(sidecar["counts"])
                 progress.tick(sidecar["counts"]["documents"]["read"], 0, sidecar["raw_bytes"])
 
     planned = _planned(job.plan, _chosen(config.windows, len(job.plan["windows"])))
     workers = config.workers if stream.files else max(1, min(config.workers, len(planned)))
-    run = ENGINES[config.engine]
-    for record in run(job, unfinished(chain(planned, stream)), workers, progress.tick):
-        note(record)
-    suspects = {window for window, fact in facts.items() if fact["engine"] != REFERENCE}
-    if suspects and any(fact["guard"]["result"] == "differs" for fact in facts.values()):
-        progress.say(
-            "the fast tokenizer engine gave other ids than the reference somewhere; "
-            f"building its {len(suspects)} windows again with {REFERENCE}"
-        )
-        again = replace(job, tokenizer_engine=REFERENCE)
-        tasks = (task for task in chain(planned, _Stream(job.plan, job.sources)) if task.window in suspects)
-        for _ in run(again, tasks, workers, progress.tick):
-            pass
+    for record in ENGINES[config.engine](job, unfinished(chain(planned, stream)), workers, progress.tick):
+        tally.add(record["counts"])
     return stream.next_window
+
+
+def _redo(job: Job, config: BuildConfig, suspects: set[int], progress: Progress) -> None:
+    """Build windows again with the reference engine."""
+    if _reads_stdin(job):
+        raise PackError(
+            "the fast tokenizer engine gave other ids than the reference, and stdin cannot be read again for what it "
+            f"wrote. Run the command again with --overwrite --tokenizer-engine {REFERENCE}."
+        )
+    tasks = (task for task in all_tasks(job.plan, job.sources) if task.window in suspects)
+    workers = min(config.workers, len(suspects))
+    for _ in ENGINES[config.engine](replace(job, tokenizer_engine=REFERENCE), tasks, workers, progress.tick):
+        pass
 
 
 def _planned(plan: Plan, chosen: Iterable[int]) -> list[Task]:
@@ -255,13 +309,15 @@ def _chosen(pattern: str | None, number: int) -> range:
     return range(int(match[1]), number, int(match[2]))
 
 
-def _committed(store: Store, job: Job, window: int) -> Record | None:
+def _committed(store: Store, job: Job, task: Task) -> Record | None:
     """Return the sidecar of a finished window; None where the window must be built (again)."""
     try:
-        sidecar = read_sidecar(store, window)
+        sidecar = read_sidecar(store, task.window)
     except FormatError:
         return None  # damaged: build it again
     if sidecar is None or sidecar["plan_id"] != job.plan_id:
+        return None
+    if task.payload is not None and sidecar["input_xxh3"] != xxhash.xxh3_128_hexdigest(task.payload):
         return None
     return sidecar if store.size(sidecar["shard"]["file"]) == sidecar["shard"]["bytes"] else None
 
@@ -276,19 +332,37 @@ def _sidecars(store: Store, num_windows: int) -> Iterator[Record]:
         yield sidecar
 
 
-def _commit(store: Store, job: Job, config: BuildConfig, num_windows: int, begin: float) -> Record:
-    """Check the whole, write index and manifest, and clear what crashed attempts left behind."""
+class _Survey(NamedTuple):
+    """What the sidecars of a build say together."""
+
+    totals: Record
+    kept: set[str]
+    "Files in shards/ that belong to the dataset."
+    suspects: set[int]
+    "Windows that a fast tokenizer engine wrote."
+    lied: bool
+    "Whether it gave other ids than the reference in any window."
+
+
+def _survey(store: Store, config: BuildConfig, num_windows: int) -> _Survey:
     kept: set[str] = set()
-    totals, tally = empty_counts(), _Tally(config.max_rejected)
+    suspects: set[int] = set()
+    totals, tally, lied = empty_counts(), _Tally(config.max_rejected), False
     for sidecar in _sidecars(store, num_windows):
         kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
         totals = add_counts(totals, sidecar["counts"])
         tally.add(sidecar["counts"])
+        fact = sidecar["facts"]["tokenizer"]
+        lied |= fact["guard"]["result"] == "differs"
+        if fact["engine"] != REFERENCE:
+            suspects.add(sidecar["window"])
     tally.check()
-    _check_totals(totals, job.sources)
-    for name in store.sizes("shards"):
-        if f"shards/{name}" not in kept:
-            store.remove(f"shards/{name}")
+    return _Survey(totals, kept, suspects, lied)
+
+
+def _commit(store: Store, job: Job, config: BuildConfig, survey: _Survey, num_windows: int, begin: float) -> Record:
+    """Write index and manifest, and clear what crashed attempts left behind."""
+    _check_totals(survey.totals, job.sources)
     facts = {
         "shardpack": metadata.version("shardpack"),
         "host": platform.node(),
@@ -297,8 +371,17 @@ def _commit(store: Store, job: Job, config: BuildConfig, num_windows: int, begin
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.time() - begin, 3),
     }
-    manifest = commit(store, job.plan, _sidecars(store, num_windows), job.tokenizer_files, facts)
-    store.sweep(everything=True)
+    try:
+        for name in store.sizes("shards"):
+            if f"shards/{name}" not in survey.kept:
+                store.remove(f"shards/{name}")
+        manifest = commit(store, job.plan, _sidecars(store, num_windows), job.tokenizer_files, facts)
+        store.sweep(everything=True)
+    except io_errors(PackError):
+        finished = _whole_manifest(store)  # the last two parts of a job array may end at the same moment
+        if finished is None or finished["plan_id"] != job.plan_id:
+            raise
+        return finished
     return manifest
 
 

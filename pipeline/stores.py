@@ -5,15 +5,25 @@ hashed here, uploaded whole under its content's name, and only then its sidecar;
 there is none. Add a kind of place by writing the methods of `shards.publish.Store`.
 """
 
-import shutil
+import os
+import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shards.errors import PackError
-from shards.publish import LocalStore, Store
+from shards.publish import STALE_S, LocalStore, Store
+
+SCRATCH = "shardpack-"
+
+
+def io_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return what files and object stores raise (botocore's own errors are no OSError), and `more`."""
+    boto = sys.modules.get("botocore.exceptions")
+    return (OSError, *more) if boto is None else (OSError, boto.BotoCoreError, *more)
 
 
 class RemoteStore:
@@ -32,10 +42,6 @@ class RemoteStore:
             raise PackError(f"--out {self.location}: {error}. Install what fsspec needs for this URL.") from error
         return filesystem, root
 
-    @cached_property
-    def _local(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="shardpack-")
-
     def _path(self, name: str) -> str:
         return f"{self._target[1]}/{name}"
 
@@ -43,14 +49,14 @@ class RemoteStore:
         """Check that the place can be reached."""
         try:
             self._target[0].exists(self._path("plan.json"))
-        except OSError as error:
+        except io_errors() as error:
             raise PackError(
                 f"--out {self.location}: cannot be reached ({error}). Check the URL and the credentials."
             ) from error
 
     def scratch(self, name: str) -> Path:
-        """Return a fresh local path."""
-        return Path(self._local.name) / f"{name}-{time.monotonic_ns():x}"
+        """Return a fresh path in this machine's directory for temporary files."""
+        return Path(tempfile.gettempdir()) / f"{SCRATCH}{os.getpid()}-{time.monotonic_ns():x}-{name}"
 
     def publish(self, scratch: Path, name: str) -> None:
         """Upload a finished file whole."""
@@ -98,10 +104,11 @@ class RemoteStore:
         self._target[0].rm(self._target[1], recursive=True)
 
     def sweep(self, *, everything: bool = False) -> None:
-        """Remove local scratch files."""
-        if everything:
-            shutil.rmtree(self._local.name, ignore_errors=True)
-            del self._local
+        """Remove scratch files of builds that died here; a build removes its own as it goes."""
+        for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+            with suppress(OSError):  # another user's, or gone already
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    path.unlink()
 
 
 def open_store(out: str) -> Store:

@@ -2,7 +2,7 @@
 
 All that a dataset holds is written under `_tmp/`, flushed, fsynced, renamed, and its directory fsynced, in that order;
 what a crash leaves behind is only ever an unread file in `_tmp/`. `Store` is the interface a build writes through; an
-object store (see `pipeline/remote.py`) has the same methods, since a finished upload is already atomic there.
+object store (see `pipeline/stores.py`) has the same methods, since a finished upload is already atomic there.
 All system calls go through `write`, `fsync` and `rename` below, so that tests can make any of them fail.
 """
 
@@ -23,8 +23,12 @@ STALE_S = 24 * 3600.0  # an unpublished file this old belongs to a build that di
 
 
 def write(file: IO[bytes], data: bytes | memoryview) -> int:
-    """Write all of `data`."""
-    return file.write(data)
+    """Write all of `data`: a raw file may take less at a time, above all when the disk is nearly full."""
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += file.write(view[done:])
+    return done
 
 
 def fsync(file: IO[bytes]) -> None:
@@ -36,7 +40,12 @@ def fsync(file: IO[bytes]) -> None:
 def rename(source: Path, target: Path) -> None:
     """Move `source` onto `target` and make the move itself durable."""
     os.replace(source, target)
-    directory = os.open(target.parent, os.O_RDONLY)
+    sync_directory(target.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make what was created, renamed or removed inside `path` durable."""
+    directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
@@ -98,6 +107,8 @@ class LocalStore:
             probe = self.scratch("probe")
             probe.touch()
             probe.unlink()
+            sync_directory(self.root)
+            sync_directory(self.root.parent)
         except OSError as error:
             raise PackError(
                 f"{self.root}: cannot be written ({error.strerror}); expected a writable output directory. "
@@ -150,8 +161,10 @@ class LocalStore:
             return None
 
     def clear(self) -> None:
-        """Remove what a dataset consists of; the plan last, so that a crash leaves something recognisable."""
-        for name in ("manifest.json", "state.json", "dataset_info.json", "index.arrow", "rejected.jsonl"):
+        """Remove what a dataset consists of: first what makes it one, last the plan, by which it is recognised."""
+        self.remove("manifest.json")
+        sync_directory(self.root)
+        for name in ("state.json", "dataset_info.json", "index.arrow", "rejected.jsonl"):
             self.remove(name)
         for directory in ("shards", "tokenizer", TMP):
             shutil.rmtree(self.root / directory, ignore_errors=True)
