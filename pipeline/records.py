@@ -157,7 +157,12 @@ class WindowReader:
 
     def _refuse(self, entry: Rejected) -> None:
         if self.on_error == "fail":
-            raise SourceError(f"{entry.where}: {entry.reason}. Mend the record, or use --on-error skip.")
+            advice = (
+                " Or use --on-error skip."
+                if entry.reason.endswith(".")
+                else ". Mend the record, or use --on-error skip."
+            )
+            raise SourceError(f"{entry.where}: {entry.reason}{advice}")
         self.rejected.append(entry)
 
     def _chunks(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:

@@ -158,6 +158,8 @@ def test_a_value_can_be_refused_later_on(tmp_path):
     reader.on_error = "fail"
     with pytest.raises(SourceError, match=r"^a\.jsonl, line 4: odd\. Mend the record"):
         batch.reject(3, "odd")
+    with pytest.raises(SourceError, match=r": odd\. Mend it\. Or use --on-error skip\.$"):
+        batch.reject(3, "odd. Mend it.")
 
 
 # Fields
