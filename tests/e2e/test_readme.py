@@ -33,26 +33,17 @@ def test_the_page_shows_how_to_build_inspect_and_train():
 
 
 @pytest.fixture
-def workplace(tmp_path):
-    """An empty directory with what the page takes for granted: a corpus, a tokenizer and a model's config."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def workplace(tmp_path, tokenizer_dir):
+    """An empty directory with what the page takes for granted: a corpus, and a model with its tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    (tmp_path / "corpus.jsonl").write_text(
-        "".join(json.dumps({"text": f"document {n}: " + "a few words more " * (n % 37)}) + "\n" for n in range(600))
-    )
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*alphabet, "</s>"])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
-    (tmp_path / "model").mkdir()
-    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    (tmp_path / "model" / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
-    )
+    lines = [json.dumps({"text": f"document {n}: " + "a few words more " * (n % 37)}) for n in range(100)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    shutil.copytree(tokenizer_dir, tmp_path / "model")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = {"model_type": "llama", "vocab_size": 257, "max_position_embeddings": 4096, **shape}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=4096, **shape)).save_pretrained(
+        tmp_path / "model"
+    )
     return tmp_path
 
 
