@@ -216,8 +216,8 @@ def stop_if_not_finite(run: Run) -> None:
         file.write_text(json.dumps({"step": bad + 1, "documents_by_pack": documents}, indent=1))
     raise PackError(
         f"step {bad + 1}: the gradient is not finite; expected a number. Its packs are {', '.join(map(str, packs[:8]))}"
-        f"{' and more' if len(packs) > 8 else ''}: {file} names them and their documents. The weights before the step are "
-        "saved. Look at the packs with pack show, or resume with a lower --lr."
+        f"{' and more' if len(packs) > 8 else ''}: {file} names them and their documents. The weights before it "
+        "are saved. Look at the packs with pack show, or resume with a lower --lr."
     )
 
 

@@ -24,13 +24,13 @@ Document = tuple[list[int], list[int]]
 
 
 def random_documents(number: int, longest: int, seed: int = 0, shortest: int = 2) -> list[Document]:
-    """Documents of random lengths and ids; about two thirds of the tokens are targets, never the first."""
+    """Documents of random lengths; low ids are frequent, so there is something to learn; two thirds are targets."""
     rng = np.random.default_rng(seed)
     documents = []
     for length in rng.integers(shortest, longest + 1, number):
         mask = (rng.random(length) < 0.67).astype(int)
         mask[0], mask[-1] = 0, 1
-        documents.append((rng.integers(0, VOCAB, length).tolist(), mask.tolist()))
+        documents.append(((VOCAB * rng.random(length) ** 3).astype(int).tolist(), mask.tolist()))
     return documents
 
 
@@ -86,7 +86,7 @@ def model_config(tmp_path: Path) -> Callable[..., str]:
             "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
             "num_attention_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
         }  # fmt: skip
-        path = tmp_path / f"{kind}.json"
+        path = tmp_path / f"{kind}-{len(list(tmp_path.glob('*.json')))}.json"
         path.write_text(json.dumps(config | MODELS[kind] | extra))
         return str(path)
 
@@ -103,8 +103,8 @@ def dataset(tmp_path: Path) -> Dataset:
 def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
     """Write a dataset from documents by source; the packer, if not ffd, last."""
 
-    def make(sources: dict[str, list[Document]], seq_len: int, packer: str = "ffd", **fields: int) -> Dataset:
-        return write_dataset(tmp_path / f"dataset-{packer}", sources, seq_len, packer, **fields)
+    def make(sources: dict[str, list[Document]], seq_len: int, packer: str = "ffd", name: str = "made") -> Dataset:
+        return write_dataset(tmp_path / f"{name}-{packer}", sources, seq_len, packer)
 
     return make
 

@@ -1,8 +1,9 @@
-"""Which packs come when: every pack once, the same steps at any world size, exact resume, batches as the contract says."""
+"""Which packs come when: every pack once, the same steps at any world size, exact resume, sound batches."""
 
 import json
 import pickle
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_the_divisor_by_document_counts_segments_with_a_target(dataset):
     expected = 0
     for pack in np.concatenate(step.batches):
         _, _, mask, cu = dataset.pack(int(pack))
-        expected += sum(mask[a:b].any() for a, b in zip(cu[:-1], cu[1:], strict=True))
+        expected += sum(mask[a:b].any() for a, b in pairwise(cu))
     assert step.divisor == expected > 4
 
 
@@ -65,7 +66,7 @@ def test_batches_hold_the_packs_of_the_plan_in_order(dataset):
     loader = PackLoader(dataset, tokens_per_batch=100, packs_per_step=4)  # two packs of 48 in a micro-batch
     steps = 0
     for batch in loader:
-        step = loader.step_at((steps // 2))
+        step = loader.step_at(steps // 2)
         packs = step.batches[steps % 2]
         expected = np.concatenate([dataset.pack(int(pack))[0] for pack in packs])
         assert ids_of(batch) == expected.tolist()
@@ -133,7 +134,7 @@ def test_a_state_of_another_dataset_is_refused(dataset):
 def test_mixed_sources_come_in_their_shares(make_dataset, documents):
     dataset = make_dataset({"web": documents(400, 20, seed=1), "code": documents(400, 20, seed=2)}, 48)
     loader = PackLoader(dataset, packs_per_step=4, mix=(("web", 0.75), ("code", 0.25)))
-    stop = dict((name, stop) for name, _, stop in dataset.sources)["web"]
+    _, _, stop = next(source for source in dataset.sources if source[0] == "web")
     packs = np.array([pack for step in served(loader, range(loader.steps_per_epoch)) for pack in step])
     tokens = dataset.index.num_tokens[packs]
     assert tokens[packs < stop].sum() / tokens.sum() == pytest.approx(0.75, abs=0.02)
