@@ -209,6 +209,6 @@ def unseal(data: bytes, where: str, rule: str) -> dict[str, Any]:
         raise FormatError(
             f"{where}: is not a sealed JSON file ({rule}). Run pack build … --resume to write it again.", rule
         ) from error
-    if checksum != xxhash.xxh3_128_hexdigest(canonical(record)):
+    if checksum != xxhash.xxh3_128_hexdigest(canonical(record)) or not data.endswith(b"}\n"):
         raise FormatError(f"{where}: does not match its own checksum ({rule}). Restore it, or build again.", rule)
     return dict(record)

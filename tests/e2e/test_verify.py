@@ -1,0 +1,177 @@
+"""`pack verify` finds every damage that was tried and names the rule; `Dataset` says in one line what it cannot open."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline import BuildConfig, build
+from pipeline.cli import main
+from shards import Dataset, FormatError, verify
+from shards.publish import seal
+
+FILES = ("shard", "sidecar", "index", "manifest", "plan", "state", "info", "tokenizer")
+RULES = {
+    "shard": {"F3", "F4"}, "sidecar": {"F5"}, "index": {"F3", "F13"}, "manifest": {"F1"}, "plan": {"F2"},
+    "state": {"F16"}, "info": {"F16"}, "tokenizer": {"F15"},
+}  # fmt: skip
+Place = Callable[[str], Path]
+
+
+def build_small(root: Path, tokenizer: str, text: str = "one two") -> Path:
+    path = root / "c.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{text} {k}"}) + "\n" for k in range(6)))
+    build(BuildConfig(sources=(str(path),), out=str(root / "out"), tokenizer=tokenizer, seq_len=32, window_bytes=64))
+    return root / "out"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> Path:
+    return build_small(tmp_path_factory.mktemp("sound"), tokenizer_dir)
+
+
+@pytest.fixture
+def copy(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "copy"))
+
+
+@pytest.fixture
+def place(copy: Path) -> Place:
+    """Where each kind of file lies in the copy."""
+    names = {"index": "index.arrow", "manifest": "manifest.json", "plan": "plan.json", "state": "state.json"}
+    names |= {"info": "dataset_info.json", "sidecar": "shards/00000000.json", "tokenizer": "tokenizer/tokenizer.json"}
+    names["shard"] = next(copy.glob("shards/00000000-*.arrow")).relative_to(copy).as_posix()
+    return lambda kind: copy / names[kind]
+
+
+def run_verify(root: Path) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["verify", str(root)])
+    return result.exit_code, result.stderr
+
+
+def test_a_sound_dataset_verifies_at_every_level(sound):
+    for level in ("size", "sample", "full"):
+        report = verify(sound, level)
+        assert report.ok, report.problems
+        assert (report.shards_checked > 2) == (level != "size")
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_truncation_at_every_byte_is_found_and_named(copy, place, kind):
+    path = place(kind)
+    whole = path.read_bytes()
+    step = 1 if kind == "shard" else max(1, len(whole) // 60)
+    cuts = [*range(0, len(whole), step), len(whole) - 1]
+    assert len(cuts) > 40
+    for cut in cuts:
+        path.write_bytes(whole[:cut])
+        report = verify(copy, "size" if kind == "shard" else "full")
+        assert report.problems, f"{kind} cut at {cut} of {len(whole)}"
+        assert {problem.rule for problem in report.problems} <= RULES[kind], (cut, report.problems)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_single_bit_flip_tried_is_found_and_named(copy, place, kind):
+    path = place(kind)
+    whole = path.read_bytes()
+    step = max(1, len(whole) // 150)
+    tried = 0
+    for byte in range(0, len(whole), step):
+        damaged = bytearray(whole)
+        damaged[byte] ^= 1 << (byte // step) % 8
+        path.write_bytes(damaged)
+        report = verify(copy)
+        assert report.problems, f"{kind}, byte {byte}"
+        assert {problem.rule for problem in report.problems} <= RULES[kind], (byte, report.problems)
+        tried += 1
+    assert tried > 60
+
+
+@pytest.mark.slow
+def test_every_bit_of_a_shard_is_guarded(copy, place):
+    path = place("shard")
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        assert [problem.rule for problem in verify(copy).problems] == ["F4"], bit
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_missing_file_is_named(copy, place, kind):
+    place(kind).unlink()
+    code, stderr = run_verify(copy)
+    assert code == 1
+    assert re.search(r"\(rule F\d+\)|\(F\d+\)", stderr)
+    assert place(kind).name in stderr or kind == "tokenizer"
+    assert "Traceback" not in stderr
+
+
+def test_an_extra_shard_is_named(copy, place):
+    extra = copy / "shards" / "00000099-0123456789abcdef.arrow"
+    shutil.copy(place("shard"), extra)
+    code, stderr = run_verify(copy)
+    assert code == 1
+    assert f"shards/{extra.name}: is not listed in the manifest (rule F3)" in stderr
+
+
+def test_the_shard_of_another_plan_is_named(copy, place, tmp_path, tokenizer_dir):
+    (tmp_path / "foreign").mkdir()
+    foreign = build_small(tmp_path / "foreign", tokenizer_dir, "owt eno")
+    stranger = next(foreign.glob("shards/00000000-*.arrow"))
+    assert stranger.stat().st_size == place("shard").stat().st_size  # or the size alone would tell
+    shutil.copy(stranger, place("shard"))
+    code, stderr = run_verify(copy)
+    assert code == 1
+    assert "does not match its checksum in the manifest (rule F4)" in stderr
+    shutil.copy(foreign / "shards" / "00000000.json", place("sidecar"))
+    assert "belongs to plan" in run_verify(copy)[1]
+
+
+def test_shards_that_are_exchanged_are_named(copy):
+    first, second = sorted(copy.glob("shards/0000000[01]-*.arrow"))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    assert run_verify(copy)[0] == 1
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"version": None}, {"format": "parquet"}])
+def test_an_unknown_version_is_refused_with_what_is_read_instead(copy, place, change):
+    record = json.loads(place("manifest").read_text()) | change
+    del record["checksum"]
+    place("manifest").write_bytes(seal(record))
+    code, stderr = run_verify(copy)
+    assert code == 1
+    assert "this version reads 'shardpack' version 1" in stderr
+    with pytest.raises(FormatError, match=r"found format .* version .*, this version reads 'shardpack' version 1"):
+        Dataset(copy)
+
+
+def test_a_shard_of_the_wrong_size_is_refused_before_it_is_mapped(copy, place):
+    path = place("shard")
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(FormatError, match=r"has [\d,]+ bytes, the manifest says [\d,]+ \(F3\)") as caught:
+        Dataset(copy)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_a_dataset_is_one_line(tmp_path):
+    code, stderr = run_verify(tmp_path)
+    assert code == 1
+    assert stderr.strip().splitlines() == [
+        f"{tmp_path}: is not a shardpack dataset; expected manifest.json (F1). Name a directory that pack build wrote."
+    ]
+
+
+def test_an_id_beyond_a_models_vocabulary_is_named_with_its_document(sound):
+    largest = max(int(row["input_ids"].max()) for row in Dataset(sound))
+    assert verify(sound, vocab_size=largest + 1).ok
+    problems = verify(sound, vocab_size=largest).problems
+    assert {problem.rule for problem in problems} == {"F11"}
+    assert f"is id {largest}; expected 0 to {largest - 1}" in problems[0].message
