@@ -13,7 +13,7 @@ from functools import cached_property
 from pipeline.added_tokens import Control
 from pipeline.config import RecordOptions
 from pipeline.messages import Conversation, Message
-from pipeline.origin import PARTS, Origin
+from pipeline.origin import PARTS, Origin, think_block
 from pipeline.template import ChatTemplate
 from shards.errors import PackError, SourceError
 
@@ -118,15 +118,16 @@ class _Turns:
         return origin
 
     def _check_complete(self, origin: Origin) -> None:
-        """Refuse a rendering that leaves out what it should hold; an old turn's reasoning may go."""
+        """Refuse a rendering that leaves out what it should hold; only reasoning of turns not trained may go."""
         seen = {(span.message, span.part) for span in origin.spans or ()}
         for index, message in enumerate(self.conversation.messages):
-            old = message["role"] == "assistant" and (not self.trained[index] or self.options.train_on == "all")
+            history = message["role"] == "assistant" and (not self.trained[index] or self.options.train_on == "all")
+            excused = {"content": history and think_block(message) is not None, "reasoning_content": history}
+            excused["tool_calls"] = not origin.marked_calls
             for part, name in enumerate(PARTS):
                 value = message.get(name)
                 blank = not (value.strip() if isinstance(value, str) else value)
-                excused = not origin.marked_calls if name == "tool_calls" else old
-                if not blank and not excused and (index, part) not in seen:
+                if not blank and not excused[name] and (index, part) not in seen:
                     raise self._left_out(f"{name} of message {index} ({message['role']})")
         if self.conversation.tools and origin.marked_calls and not any(m == len(self.messages) for m, _ in seen):
             raise self._left_out("the tools")
@@ -177,7 +178,7 @@ class _Turns:
             at = self.text.find(header, 0, len(self._prefix(1)) if first is None else first)
             return at + len(header) if header and at >= 0 else first
         prompt = ""
-        if self.template.has_prompt:
+        if self.template.has_prompt():
             prompt = self.template.render(self.messages[:index], self.conversation.tools, prompt=True)
             if self.text.startswith(prompt):
                 return len(prompt)

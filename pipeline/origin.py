@@ -78,7 +78,7 @@ def find_origin(
     find = added.pattern.search
     calls: list[Any] = [message["tool_calls"] for message in messages if "tool_calls" in message]
     risky = next((match[0] for leaf in _leaves([calls, tools]) if (match := find(leaf))), None)
-    thinks = any(_think(message) for message in messages)
+    thinks = any(think_block(message) for message in messages)
     origin = None
     for mark_calls in (True, False) if (calls or tools) and risky is None else (True,):
         for split_think in (False, True) if thinks else (False,):
@@ -123,7 +123,7 @@ def _render_marked(
             code = FIRST_MARK + 2 * (index * len(PARTS) + part)
             if name == "tool_calls":
                 new[name] = [call | {"function": _mark(call["function"], code, added)} for call in value]
-            elif split_think and part == 0 and (think := _think(message)):
+            elif split_think and part == 0 and (think := think_block(message)):
                 text = think[1] + _mark(think[2], code, added) + think[3] + _mark(think[4], code, added)
                 new[name] = text if isinstance(value, str) else [{"type": "text", "text": text}]
             else:
@@ -184,7 +184,7 @@ def _read_marks(marked: str, text: str, added: AddedTokens, marked_calls: bool) 
     return Origin(controls, spans, marked_calls) if opened < 0 else None
 
 
-def _think(message: Message) -> re.Match[str] | None:
+def think_block(message: Message) -> re.Match[str] | None:
     """Match an answer that begins with its reasoning in tags."""
     return THINK.match(_plain(message["content"])) if message["role"] == "assistant" else None
 

@@ -7,12 +7,13 @@ once on a small conversation, and the first that comes out right is used for all
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.added_tokens import AddedTokens
 from pipeline.messages import Conversation, Message
@@ -33,6 +34,17 @@ class Dialect:
     "Tool-call arguments as an object, not as JSON text."
     parts: bool = False
     "Content as a list of parts, not as text."
+
+
+class Trial(NamedTuple):
+    """What a template writes around an answer in the smallest conversation."""
+
+    header: str
+    "Before the answer; empty where it does not show."
+    end: str
+    "After the answer."
+    has_prompt: bool
+    "Whether it writes the header of an answer to come."
 
 
 class ChatTemplate:
@@ -56,9 +68,9 @@ class ChatTemplate:
         self.added = added
         self.trust = trust
         self.has_markers = GENERATION.search(text) is not None
-        self.has_prompt = "add_generation_prompt" in text
         self._dialect = Dialect()
         self._calls_known = False
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # each worker would say that torch is missing
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -98,23 +110,29 @@ class ChatTemplate:
 
     def answer_header(self) -> str:
         """Return what the template writes before an answer, as far as a small conversation shows it."""
-        return self._trial_answer[0]
+        return self._trial.header
 
     def end_marks(self) -> set[int]:
         """Return the id of the control token with which the template ends an answer, where it has one."""
-        return {control.id for control in self.added.find(self._trial_answer[1])[:1]}
+        return {control.id for control in self.added.find(self._trial.end)[:1]}
+
+    def has_prompt(self) -> bool:
+        """Return whether the template writes the header of an answer to come when asked to."""
+        return self._trial.has_prompt
 
     @cached_property
-    def _trial_answer(self) -> tuple[str, str]:
-        """What stands before and after an answer in the smallest conversation; empty where that cannot be rendered."""
+    def _trial(self) -> Trial:
         trial: list[Message] = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "trial answer"}]
         trial = [self._shaped(message, self._dialect) for message in trial]
         before, whole = self._try("hello", trial[:1]), self._try("trial answer", trial)
-        if before is None or whole is None or not whole.startswith(before):
-            return "", ""
-        header, _, end = whole[len(before) :].partition("trial answer")
+        if before is None or whole is None:
+            return Trial("", "", "add_generation_prompt" in self.text)
         prompt = self.render(trial[:1], prompt=True)
-        return prompt.removeprefix(before) if prompt != before and prompt.startswith(before) else header, end
+        head, _, end = whole.partition("trial answer")
+        for longer in (prompt, head):
+            if longer != before and longer.startswith(before):
+                return Trial(longer[len(before) :], end, prompt != before)
+        return Trial("", end, prompt != before)
 
     def origin(self, messages: list[Message], tools: list[Any] | None, text: str) -> Origin:
         """Find which characters of `text`, the rendering of `messages`, came from the messages.

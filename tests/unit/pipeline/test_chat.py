@@ -379,6 +379,32 @@ def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day(encoder
     assert one(encoder, [ASK, REPLY], "today") == expected(full, text, ANSWERS[0])
 
 
+def test_a_template_that_names_the_prompt_of_a_generation_and_writes_none_still_has_a_header(encoder, full):
+    text = "{% if add_generation_prompt is not defined %}{% set add_generation_prompt = false %}{% endif %}" + (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    )
+    options = RecordOptions(kind="chat", chat_template=text)
+    documents, _ = make_documents(batch([{"messages": TALK}]), encoder, options)
+    assert (documents.input_ids.tolist(), documents.loss_mask.tolist()) == expected(full, TALK_TEXT, *ANSWERS)
+
+
+@pytest.mark.parametrize("train_on", ["last-assistant", "all"])
+def test_contents_that_the_template_leaves_out_are_missed_in_turns_that_are_not_trained_too(encoder, train_on):
+    talk = [
+        ASK,
+        {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+        REPLY,
+    ]
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ (m.tool_calls | tojson) if m.tool_calls else m.content }}<|im_end|>{% endfor %}"
+    )
+    options = RecordOptions(kind="chat", chat_template=text, train_on=train_on)
+    with pytest.raises(SourceError, match="leaves out content of message 1"):
+        make_documents(batch([{"messages": talk}]), encoder, options)
+
+
 def test_an_answer_may_come_first(encoder, full):
     text = "<|im_start|>assistant\nParis.<|im_end|>\n"
     assert one(encoder, [REPLY], "chatml") == expected(full, text, ANSWERS[0])
