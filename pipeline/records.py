@@ -19,7 +19,7 @@ import xxhash
 
 from pipeline.corpus_files import changed, is_url, open_source, reaching
 from pipeline.parsing import BadRecord, Form, excerpt, json_form, text_form, value_form
-from pipeline.saved import arrow_batches, broken
+from pipeline.saved import arrow_batches, reading_as
 from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError
 
@@ -157,12 +157,8 @@ class WindowReader:
 
     def _refuse(self, entry: Rejected) -> None:
         if self.on_error == "fail":
-            advice = (
-                " Or use --on-error skip."
-                if entry.reason.endswith(".")
-                else ". Mend the record, or use --on-error skip."
-            )
-            raise SourceError(f"{entry.where}: {entry.reason}{advice}")
+            end = "" if entry.reason.endswith(".") else ". Mend the record."
+            raise SourceError(f"{entry.where}: {entry.reason}{end} Or use --on-error skip.")
         self.rejected.append(entry)
 
     def _chunks(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
@@ -259,17 +255,13 @@ class WindowReader:
 
     def _columns(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
         """Read row groups or rows: the column of the text, or all columns."""
-        import pyarrow as pa
-
         options = self.source.options
         form = value_form(options)
-        try:
+        with reading_as(file.format.capitalize(), file.name):
             for batch, row, size in _tables(file, piece, options.text_field if options.kind == "text" else None):
                 raws = _values(batch.column(0)) if options.kind == "text" else batch.to_pylist()
                 self._hash.update(_canonical(raws))
                 yield _Chunk(raws, size, form, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise broken(file.name, file.format.capitalize(), error) from None
 
 
 def _cut(payload: bytes) -> Iterator[tuple[int, bytes, int]]:

@@ -101,15 +101,11 @@ def parquet_units(location: str, name: str) -> tuple[int, ...]:
     Raises:
         SourceError: The file is not Parquet.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with open_source(location) as stream:
-            metadata = pq.ParquetFile(stream).metadata
-            return tuple(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-    except (pa.ArrowException, OSError) as error:
-        raise broken(name, "Parquet", error) from None
+    with reading_as("Parquet", name), open_source(location) as stream:
+        metadata = pq.ParquetFile(stream).metadata
+        return tuple(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
 
 
 def arrow_units(location: str, name: str) -> tuple[int, ...]:
@@ -120,33 +116,42 @@ def arrow_units(location: str, name: str) -> tuple[int, ...]:
     """
     if is_url(location):
         return ()
-    import pyarrow as pa
-
-    try:
+    with reading_as("Arrow", name):
         return tuple(batch.num_rows for batch in arrow_batches(location))
-    except (pa.ArrowException, OSError) as error:
-        raise broken(name, "Arrow", error) from None
 
 
 def arrow_batches(location: str) -> Iterator[Any]:
-    """Yield the record batches of an Arrow IPC stream or file, mapped, not copied."""
+    """Yield the record batches of an Arrow file; a local one is mapped, not copied."""
     import pyarrow as pa
 
     source: Any = pa.PythonFile(open_source(location), mode="r") if is_url(location) else pa.memory_map(location)
     with source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        if is_file:
-            reader = pa.ipc.open_file(source)
-            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-        else:
-            yield from pa.ipc.open_stream(source)
+        yield from ipc_batches(source)
 
 
-def broken(name: str, kind: str, error: Exception) -> SourceError:
-    """Return the error for a file that is not what its name says."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return SourceError(f"{name}: cannot be read as {kind} ({reason}). Write the file again.")
+def ipc_batches(source: Any) -> Iterator[Any]:
+    """Yield the record batches of an Arrow IPC stream or file, opened by pyarrow."""
+    import pyarrow as pa
+
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    if is_file:
+        reader = pa.ipc.open_file(source)
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(source)
+
+
+@contextmanager
+def reading_as(kind: str, name: str) -> Iterator[None]:
+    """Turn what pyarrow raises for a file that is not what its name says into a `SourceError`."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SourceError(f"{name}: cannot be read as {kind} ({reason}). Write the file again.") from None
 
 
 def is_lines(head: bytes) -> bool:

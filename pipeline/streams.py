@@ -16,7 +16,7 @@ from typing import IO, Any
 import orjson
 
 from pipeline.corpus_files import open_source, reaching
-from pipeline.saved import arrow_batches, broken, is_lines
+from pipeline.saved import arrow_batches, ipc_batches, is_lines, reading_as
 from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError
 
@@ -54,20 +54,17 @@ def stream_parts(source: Source, file: int, part_bytes: int) -> Iterator[tuple[S
 
 def _chunks(file: SourceFile, source: Source) -> Iterator[bytes]:
     """Yield JSONL bytes in pieces of any size."""
-    import pyarrow as pa
-
     with reaching(file.location, file.name):
-        try:
-            if file.format == "arrow":
+        if file.format == "arrow" and file.compression is None:
+            with reading_as("Arrow", file.name):
                 rows = (row for batch in arrow_batches(file.location) for row in batch.to_pylist())
                 yield from _join(map(_dump, rows))
-                return
+        elif file.compression is None:
             with _opened(file) as stream:
                 yield from _framed(file, source, stream)
-        except (pa.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and (error.errno is not None or file.compression is None):
-                raise  # not what pyarrow raises for a broken stream
-            raise broken(file.name, file.compression or file.format, error) from None
+        else:
+            with reading_as(file.compression, file.name), _opened(file) as stream:
+                yield from _framed(file, source, stream)
 
 
 def _opened(file: SourceFile) -> Any:
@@ -87,8 +84,8 @@ def _framed(file: SourceFile, source: Source, stream: IO[bytes]) -> Iterator[byt
         raise SourceError(f"{file.name}: is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
     head = head.removeprefix(b"\xef\xbb\xbf")
     chunks = _rest(head, stream)
-    if file.format == "parquet":
-        yield from _parquet(head, stream)
+    if file.format in ("parquet", "arrow"):
+        yield from _join(_table_rows(file.format, head + stream.read()))  # these must be held to be read
     elif file.format == "jsonl" or (file.format == "json" and is_lines(head)):
         yield from chunks
     elif file.format == "json":
@@ -126,11 +123,14 @@ def _dump(record: Any) -> bytes:
         return orjson.dumps({FAULT: f"cannot be written as JSON ({error})"})
 
 
-def _parquet(head: bytes, stream: IO[bytes]) -> Iterator[bytes]:
+def _table_rows(kind: str, content: bytes) -> Iterator[bytes]:
+    """Turn a table that is not a plain file here into one line per row."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.ParquetFile(io.BytesIO(head + stream.read()))  # a compressed Parquet file must be held to be read
-    yield from _join(_dump(row) for batch in table.iter_batches(1024) for row in batch.to_pylist())
+    source = pa.BufferReader(content)
+    batches = pq.ParquetFile(source).iter_batches(1024) if kind == "parquet" else ipc_batches(source)
+    return (_dump(row) for batch in batches for row in batch.to_pylist())
 
 
 def _texts(source: Source, chunks: Iterable[bytes]) -> Iterator[bytes]:

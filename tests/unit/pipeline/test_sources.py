@@ -95,6 +95,7 @@ FORMATS = {
     "zstd.parquet": lambda path: write_parquet(path, compression="zstd"),
     "a.parquet.gz": lambda path: (write_parquet(path), path.write_bytes(gzip.compress(path.read_bytes()))),
     "stream.arrow": write_arrow,
+    "a.arrow.zst": lambda path: (write_arrow(path), path.write_bytes(zstandard.compress(path.read_bytes()))),
     "file.arrow": lambda path: write_arrow(path, pa.ipc.new_file),
     "a.csv": write_csv,
     "a.tsv": lambda path: write_csv(path, "\t"),
