@@ -63,7 +63,7 @@ def dataset_page(report: Report, packs: list[Pack]) -> Page:
             "Sources and losses",
             "Everything read is either packed or listed here.",
             _losses(report),
-            _pick(by_title, "Sources", "Lost"),
+            _pick(by_title, "Sources", "Lost", "Read"),
         ),
         Section(
             "Sample packs",

@@ -240,11 +240,15 @@ def pack_view(pack: Pack, *, colour: bool) -> Iterator[Text]:
     yield Text(title(pack), style="bold")
     for number, segment in enumerate(pack["segments"]):
         yield Text(f"── {segment_title(segment, number)}", style="cyan")
-        line = Text()
+        line, inside = Text(), False
         for run in segment["runs"]:
             style = "bold magenta" if run["special"] else ("green" if run["trained"] else "dim")
-            text = run["text"] if colour or not run["trained"] else f"⟦{run['text']}⟧"
-            line.append(text, style=style + (" underline" if run["special"] and run["trained"] else ""))
+            if not colour and run["trained"] != inside:
+                line.append("⟦" if run["trained"] else "⟧")
+            inside = run["trained"]
+            line.append(run["text"], style=style + (" underline" if run["special"] and run["trained"] else ""))
+        if not colour and inside:
+            line.append("⟧")
         if segment["hidden_tokens"]:
             line.append(f" … {segment['hidden_tokens']:,} more tokens", style="dim italic")
         yield line

@@ -202,6 +202,18 @@ def _sources(report: Report) -> Rows:
         yield [source["name"], *figures, *shares, number(source["packs"]), times.get(source["name"], "-")]
 
 
+def _rows(report: Report) -> Rows:
+    yield ["", "", "share"]
+    if "deep" not in report:
+        return
+    figures, tokens, entries = report["deep"], report["tokens"]["packed"], report["recipe"]["tokenizer"]["vocab_size"]
+    yield ["vocabulary used", number(figures["distinct_tokens"]), percent(figures["distinct_tokens"] / entries)]
+    for name, text in (("duplicate_{}", "repeat another"), ("{}_without_target", "hold no target")):
+        of_segments, of_tokens = figures[name.format("segments")], figures[name.format("tokens")]
+        yield [f"segments that {text}", number(of_segments), percent(of_segments / max(1, report["segments"]))]
+        yield ["their tokens", number(of_tokens), percent(of_tokens / max(1, tokens))]
+
+
 def _longest(report: Report) -> Rows:
     yield ["source", "document", "tokens"]
     for source in report["sources"]:
@@ -217,6 +229,7 @@ TABLES: dict[str, Callable[[Report], Rows]] = {
     "Slowest rank against the mean": _stragglers,
     "Sources": _sources,
     "Longest documents, above seq_len": _longest,
+    "Read from the rows": _rows,
 }
 
 
