@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from torch import nn
 
 from shards.errors import PackError
@@ -121,11 +122,11 @@ class Metrics:
         console = Console(stderr=True)
         if config.progress if config.progress is not None else console.is_terminal:
             self._progress = Progress(
-                TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
+                TextColumn("step {task.completed:,.0f}/{task.total:,.0f}", table_column=Column(no_wrap=True)),
+                TimeRemainingColumn(table_column=Column(no_wrap=True)),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),  # cut where it is narrow
                 console=console,
+                expand=True,
             )
             self._progress.start()
             self._task = self._progress.add_task("", total=num_steps, completed=start)

@@ -284,3 +284,26 @@ def test_the_cost_of_a_model_by_hand(model_config):
 def test_the_cost_of_a_window_is_counted_inside_it(model_config):
     cost = cost_of(load_model(model_config("mistral-window")).model)
     assert (cost.window, cost.per_pair, cost.per_window_pair) == (5, 0, 2 * 12 * 2 * 8)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo hides it, unless it is an error
+def test_compiled_layers_are_few_graphs_and_the_same_losses(run, monkeypatch):
+    def compile_without_code_generation(self: torch.nn.Module) -> None:
+        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_without_code_generation)
+    torch.compiler.reset()
+    counts, take_step = [], trainer.loop.take_step
+
+    def counting_step(*arguments):
+        result = take_step(*arguments)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return result
+
+    monkeypatch.setattr(trainer.loop, "take_step", counting_step)
+    fields = {"tokens_per_batch": 96, "packs_per_step": 4, "steps": 8}
+    _, compiled = run("compiled", compile=True, **fields)
+    assert counts[0] > 0
+    assert counts[-1] == counts[3]
+    _, plain = run("plain", **fields)
+    assert column(compiled, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)

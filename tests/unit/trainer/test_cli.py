@@ -1,0 +1,48 @@
+"""The commands' flags are the config's fields, and a model is judged by exit code."""
+
+import json
+from dataclasses import fields
+
+from click.testing import CliRunner
+
+from pipeline.cli import main
+from trainer.cli import train
+from trainer.config import TrainConfig
+
+
+def test_every_field_has_a_flag_of_its_name():
+    flags = {parameter.name: parameter for parameter in train.params}
+    for field in fields(TrainConfig):
+        assert field.name in flags
+        if field.name != "dataset":
+            assert flags[field.name].opts == ["--" + field.name.replace("_", "-")]
+            assert flags[field.name].help
+
+
+def test_defaults_are_the_configs(monkeypatch):
+    caught = []
+    monkeypatch.setattr("trainer.loop.train", lambda config: caught.append(config))
+    CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o"])
+    assert caught == [TrainConfig(dataset="d", model="m", out="o")]
+
+
+def test_lists_are_parsed(monkeypatch):
+    caught = []
+    monkeypatch.setattr("trainer.loop.train", lambda config: caught.append(config))
+    flags = ["--mix", "web=0.7, code=0.3", "--lora-targets", "q_proj,v_proj", "--freeze", "a*", "--freeze", "b*"]
+    CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o", *flags])
+    assert caught[0].mix == (("web", 0.7), ("code", 0.3))
+    assert caught[0].lora_targets == ("q_proj", "v_proj")
+    assert caught[0].freeze == ("a*", "b*")
+
+
+def test_a_safe_model_is_accepted_and_an_unsafe_one_refused(model_config):
+    accepted = CliRunner().invoke(main, ["check-model", model_config(), "--json"])
+    assert accepted.exit_code == 0
+    assert json.loads(accepted.stdout)["accepted"] is True
+    refused = CliRunner().invoke(main, ["check-model", model_config(model_type="bloom", n_head=2)])
+    assert refused.exit_code == 1
+    assert "refused" in refused.output
+    missing = CliRunner().invoke(main, ["check-model", "/nowhere/at/all.json"])
+    assert missing.exit_code == 1
+    assert len(missing.stderr.splitlines()) == 1
