@@ -284,8 +284,9 @@ def _tables(file: SourceFile, piece: Slice, text_field: str | None) -> Iterator[
             if row >= piece.stop:
                 break
             for start in range(max(piece.start, row), min(piece.stop, row + batch.num_rows), step):
-                part = batch.slice(start - row, min(step, piece.stop - start))
-                yield _select(part, file.name, text_field), start, (file.bytes or 0) * part.num_rows // total
+                part = _select(batch.slice(start - row, min(step, piece.stop - start)), file.name, text_field)
+                part.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
+                yield part, start, (file.bytes or 0) * part.num_rows // total
             row += batch.num_rows
         return
     import pyarrow.parquet as pq

@@ -57,8 +57,7 @@ def _chunks(file: SourceFile, source: Source) -> Iterator[bytes]:
     with reaching(file.location, file.name):
         if file.format == "arrow" and file.compression is None:
             with reading_as("Arrow", file.name):
-                rows = (row for batch in arrow_batches(file.location) for row in batch.to_pylist())
-                yield from _join(map(_dump, rows))
+                yield from _join(_rows(arrow_batches(file.location)))
         elif file.compression is None:
             with _opened(file) as stream:
                 yield from _framed(file, source, stream)
@@ -130,7 +129,13 @@ def _table_rows(kind: str, content: bytes) -> Iterator[bytes]:
 
     source = pa.BufferReader(content)
     batches = pq.ParquetFile(source).iter_batches(1024) if kind == "parquet" else ipc_batches(source)
-    return (_dump(row) for batch in batches for row in batch.to_pylist())
+    return _rows(batches)
+
+
+def _rows(batches: Iterable[Any]) -> Iterator[bytes]:
+    for batch in batches:
+        batch.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
+        yield from map(_dump, batch.to_pylist())
 
 
 def _texts(source: Source, chunks: Iterable[bytes]) -> Iterator[bytes]:

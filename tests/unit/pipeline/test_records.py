@@ -326,11 +326,17 @@ def test_any_bytes_are_records_or_counted_rejections(tmp_path_factory, content):
     assert len(values) >= sum(line in GOOD for line in body.split(b"\n"))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @settings(max_examples=50, deadline=None)
 @given(place=st.floats(0, 1), byte=st.integers(1, 255), cut=st.booleans())
-def test_a_damaged_parquet_file_is_a_named_error_or_reads(tmp_path_factory, place, byte, cut):
-    path = tmp_path_factory.mktemp("fuzz") / "x.parquet"
-    pq.write_table(pa.table({"text": ["one", "two", None, "three"] * 20}), path, row_group_size=30)
+def test_a_damaged_table_is_a_named_error_or_reads(tmp_path_factory, kind, place, byte, cut):
+    path = tmp_path_factory.mktemp("fuzz") / f"x.{kind}"
+    table = pa.table({"text": ["one", "two", None, "three"] * 20})
+    if kind == "parquet":
+        pq.write_table(table, path, row_group_size=30)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=30)
     content = bytearray(path.read_bytes())
     at = min(int(place * len(content)), len(content) - 1)
     if cut:
@@ -338,10 +344,21 @@ def test_a_damaged_parquet_file_is_a_named_error_or_reads(tmp_path_factory, plac
     else:
         content[at] ^= byte
     try:
-        read(bytes(content), path.parent, name="a.parquet")
+        read(bytes(content), path.parent, name=f"a.{kind}")
     except SourceError as error:
         message = str(error)
     else:
-        message = "a.parquet"
-    assert message.startswith("a.parquet")
+        message = f"a.{kind}"
+    assert message.startswith(f"a.{kind}")
     assert "\n" not in message
+
+
+def test_a_wrong_offset_in_an_arrow_file_does_not_kill_the_process(tmp_path):
+    table = pa.table({"text": ["a" * 100] * 50})
+    with pa.ipc.new_stream(str(tmp_path / "x.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    content = (tmp_path / "x.arrow").read_bytes()
+    wrong = content.replace((4900).to_bytes(4, "little"), (1 << 30).to_bytes(4, "little"))
+    assert wrong != content
+    with pytest.raises(SourceError, match=r"a\.arrow: cannot be read as Arrow"):
+        read(wrong, tmp_path, name="a.arrow")
