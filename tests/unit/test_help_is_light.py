@@ -19,6 +19,7 @@ print(*sorted(set(sys.modules) & set({heavy!r})), file=sys.stderr)
 
 def commands() -> list[str]:
     import click
+
     from pipeline.cli import main
 
     return main.list_commands(click.Context(main))

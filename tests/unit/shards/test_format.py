@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from itertools import chain, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +39,7 @@ def make_rows(lengths_by_row: list[list[int]], layout: Layout, seed: int = 0) ->
         doc_ids=np.arange(sum(segments), dtype=np.int64),
         doc_offsets=np.zeros(sum(segments), np.int32),
         max_seqlen=np.array([max(row) for row in lengths_by_row], np.int32),
-        num_targets=np.array([mask[a:b].sum() for a, b in zip(starts, starts[1:], strict=False)], np.int32),
+        num_targets=np.array([mask[a:b].sum() for a, b in pairwise(starts)], np.int32),
         num_target_segments=np.ones(len(lengths_by_row), np.int32),
         attention_pairs=np.array([sum(n * (n + 1) // 2 for n in row) for row in lengths_by_row], np.int64),
     )
@@ -73,7 +74,7 @@ def test_rows_in_many_small_batches_read_back_equal(tmp_path):
     assert table["cu_seqlens"].to_pylist() == [[0, 3, 5, 9], [0, 9], [0, 1, 2], [0, 5, 9]]
     assert table["position_ids"].to_pylist()[0] == [0, 1, 2, 0, 1, 0, 1, 2, 3]
     assert table["attention_pairs"].to_pylist() == [19, 45, 2, 25]
-    assert sum(table["input_ids"].to_pylist(), []) == rows.input_ids.tolist()
+    assert list(chain(*table["input_ids"].to_pylist())) == rows.input_ids.tolist()
     assert record["file"].startswith("shards/00000007-")
 
 
