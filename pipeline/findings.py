@@ -40,10 +40,13 @@ def packing(report: Report) -> Iterator[str]:
             "A larger --seq-len would share packs and cut fewer documents."
         )
     elif report["fill"]["rate"] < 0.95:
-        yield (
-            f"Packs are only {report['fill']['rate']:.1%} full, {report['fill']['above_min']:.1%} more packs than the "
-            "minimum. Larger windows, another packer or seq_len would fill them better; see pack plan."
+        above = report["fill"]["above_min"]
+        advice = (
+            f"{above:.1%} more packs than the minimum; another packer would fill them better."
+            if above > 0.01
+            else "and with these lengths and windows no packer could do better; larger windows or another seq_len would."
         )
+        yield f"Packs are only {report['fill']['rate']:.1%} full, {advice} See pack plan."
 
 
 def losses(report: Report) -> Iterator[str]:

@@ -238,7 +238,7 @@ def _pack(pack: Pack) -> dict[str, Any]:
 def _recipe(report: Report) -> Table:
     recipe = {**report["recipe"], "dataset_id": report["dataset_id"], "plan_id": report["plan_id"]}
     sources = recipe.pop("sources")
-    rows = [[key, _plain(value)] for key, value in sorted(recipe.items()) if key != "windows"]
+    rows = [[key, _plain(value)] for key, value in sorted(recipe.items())]
     rows += [
         [f"source {source['name']}", _plain({k: v for k, v in source.items() if k != "name"})] for source in sources
     ]

@@ -85,13 +85,13 @@ def inspect(
 
 
 def recipe(dataset: Dataset) -> Report:
-    """Return what determined the dataset's bytes, without the list of files."""
+    """Return what determined the dataset's bytes, without the lists of files and windows."""
     plan = dataset.plan
     sources = [
         {**source, "files": len(source["files"]), "bytes": sum(file["bytes"] or 0 for file in source["files"])}
         for source in plan["sources"]
     ]
-    return {**plan, "packer": dataset.packer, "sources": sources}
+    return {**plan, "packer": dataset.packer, "sources": sources, "windows": len(plan["windows"])}
 
 
 def lengths(dataset: Dataset) -> Report:

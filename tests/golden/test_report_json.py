@@ -1,0 +1,27 @@
+"""The figures of the golden dataset as `pack inspect --json` printed them when version 1 of the report was settled."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from pipeline.cli import main
+
+HERE = Path(__file__).parent
+
+
+def rounded(value: Any) -> Any:
+    """Forget what another processor may compute otherwise: digits of a float beyond the ninth."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def test_the_report_of_the_golden_dataset_stays_as_it_is():
+    done = CliRunner().invoke(main, ["inspect", str(HERE / "v1"), "--packs-per-step", "2", "--json"])
+    report = json.loads(done.stdout)
+    assert report.pop("path") == str(HERE / "v1")
+    assert rounded(report) == json.loads((HERE / "report_v1.json").read_text(encoding="utf-8"))
