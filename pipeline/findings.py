@@ -44,7 +44,7 @@ def packing(report: Report) -> Iterator[str]:
         advice = (
             f"{above:.1%} more packs than the minimum; another packer would fill them better."
             if above > 0.01
-            else "and with these lengths and windows no packer could do better; larger windows or another seq_len would."
+            else "and with these lengths and windows no packer could do better; larger windows or another seq_len may."
         )
         yield f"Packs are only {report['fill']['rate']:.1%} full, {advice} See pack plan."
 
