@@ -38,6 +38,76 @@ class Bins(NamedTuple):
         return len(self.offsets) - 1
 
 
+def auto(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Pack by the best of first-fit decreasing, best-fit decreasing and a pattern search.
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+        seed: Deals segments of equal length at random; None keeps them in input order.
+        max_segments: Most segments in one bin; None for no limit.
+
+    Returns:
+        The bins; how many is a function of the histogram of lengths alone.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len].
+        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
+    """
+    lengths, histogram = _checked(lengths, seq_len, max_segments)
+    most = max_segments or NO_LIMIT
+    return _deal_out(lengths, histogram, _best_plan(histogram, most, histogram_bound(histogram, max_segments)), seed)
+
+
+def first_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Pack by first-fit decreasing, exactly; arguments as `auto`."""
+    lengths, histogram = _checked(lengths, seq_len, max_segments)
+    return _deal_out(lengths, histogram, Plan(*_decreasing(histogram, max_segments or NO_LIMIT, False)), seed)
+
+
+def best_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Pack by best-fit decreasing, exactly; arguments as `auto`."""
+    lengths, histogram = _checked(lengths, seq_len, max_segments)
+    return _deal_out(lengths, histogram, Plan(*_decreasing(histogram, max_segments or NO_LIMIT, True)), seed)
+
+
+def next_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Fill one bin at a time, in corpus order; `seed` plays no part."""
+    lengths, _ = _checked(lengths, seq_len, max_segments)
+    offsets = np.empty(len(lengths) + 1, np.int64)
+    num_bins = _fill_in_order(lengths, seq_len, max_segments or NO_LIMIT, offsets)
+    return Bins(np.arange(len(lengths)), offsets[: num_bins + 1].copy())
+
+
+def bucketed(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Put one segment in each bin, by rising padded length, dealt by seed inside it (for padded models)."""
+    lengths, _ = _checked(lengths, seq_len, max_segments)
+    keys = (lengths + (PAD_MULTIPLE - 1)) // PAD_MULTIPLE
+    order = _grouped(keys, np.bincount(keys, minlength=1), seed).astype(np.int64)
+    return Bins(order, np.arange(len(lengths) + 1))
+
+
+def unpacked(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
+    """Put one segment in each bin, in corpus order; `seed` plays no part."""
+    lengths, _ = _checked(lengths, seq_len, max_segments)
+    return Bins(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+
+
+PACKERS: dict[str, Callable[..., Bins]] = {
+    "auto": auto,
+    "ffd": first_fit,
+    "bfd": best_fit,
+    "next-fit": next_fit,
+    "bucketed": bucketed,
+    "unpacked": unpacked,
+}
+
+
+def kernels_compiled() -> bool:
+    """Whether this machine has compiled the packing kernels before (the first call otherwise takes seconds)."""
+    return any(Path(str(_emit.stats.cache_path)).glob("packing._emit-*.nbi"))
+
+
 def lower_bound(lengths: np.ndarray, seq_len: int, max_segments: int | None = None) -> int:
     """Fewest bins that any packing could need; see `histogram_bound`."""
     return histogram_bound(length_histogram(lengths, seq_len), max_segments)
@@ -46,9 +116,9 @@ def lower_bound(lengths: np.ndarray, seq_len: int, max_segments: int | None = No
 def histogram_bound(histogram: np.ndarray, max_segments: int | None = None) -> int:
     """Fewest bins that any packing of a histogram could need.
 
-    The larger of Martello and Toth's L2 (which covers total / capacity) and, with a limit, segments / limit. L2: for
-    each `small` up to half the capacity, forget what is shorter; segments that leave less than `small` stand alone,
-    others above half cannot share with each other, and the rest must fit into what those leave or in bins of its own.
+    The larger of Martello and Toth's L2 (never below tokens / capacity) and, with a limit, segments / limit. L2, for
+    every `small` up to half the capacity: segments above half need a bin each; what lies between `small` and half must
+    fit beside those of them that leave room for it, or needs bins of its own; what is shorter is forgotten.
 
     Args:
         histogram: Segments of each length; int64, shape (seq_len + 1,).
@@ -56,15 +126,12 @@ def histogram_bound(histogram: np.ndarray, max_segments: int | None = None) -> i
     """
     seq_len = len(histogram) - 1
     half = seq_len // 2
-    count = np.cumsum(histogram)
-    tokens = np.cumsum(histogram * np.arange(seq_len + 1))
+    count, tokens = np.cumsum(histogram), np.cumsum(histogram * np.arange(seq_len + 1))
     small = np.arange(half + 1)
-    shorter_count_half, shorter_tokens_half = count[half], tokens[half]
-    pairable = count[seq_len - small] - shorter_count_half
-    room = pairable * seq_len - (tokens[seq_len - small] - shorter_tokens_half)
-    rest = shorter_tokens_half - np.concatenate(([0], tokens[:half]))
-    extra = np.maximum(0, -((room - rest) // seq_len))
-    bound = int((count[-1] - shorter_count_half + extra).max())
+    longest = seq_len - small
+    room = (count[longest] - count[half]) * seq_len - (tokens[longest] - tokens[half])
+    rest = tokens[half] - np.concatenate(([0], tokens[:half]))
+    bound = int((count[-1] - count[half] + np.maximum(0, -((room - rest) // seq_len))).max())
     return max(bound, -(-int(count[-1]) // max_segments)) if max_segments else bound
 
 
@@ -103,6 +170,42 @@ def _checked(lengths: np.ndarray, seq_len: int, max_segments: int | None) -> tup
     return np.ascontiguousarray(lengths, np.int32), histogram
 
 
+def _best_plan(histogram: np.ndarray, max_segments: int, bound: int) -> Plan:
+    """Return the plan with the fewest bins; the search of full patterns runs where the others miss the bound."""
+    best = _greedy_plan(histogram, max_segments, bound)
+    if best.num_bins > bound:
+        exact, left = fill_exactly(histogram, max_segments)
+        rest = _greedy_plan(left, max_segments, bound - exact.num_bins)
+        best = min(best, join(exact, rest), key=lambda plan: plan.num_bins)
+    return best
+
+
+def _greedy_plan(histogram: np.ndarray, max_segments: int, bound: int) -> Plan:
+    plans = [Plan(*_decreasing(histogram, max_segments, best_fit)) for best_fit in (False, True)]
+    if min(plan.num_bins for plan in plans) > bound:
+        plans.append(fill_longest(histogram, max_segments))
+    return min(plans, key=lambda plan: plan.num_bins)
+
+
+def _deal_out(lengths: np.ndarray, histogram: np.ndarray, plan: Plan, seed: int | None) -> Bins:
+    """Give each place of a plan a segment of its length."""
+    grouped = _grouped(lengths, histogram, seed)
+    # Allocated here, not in a kernel: numpy asks for huge pages.
+    bins = Bins(np.empty(len(lengths), np.int64), np.zeros(plan.num_bins + 1, np.int64))
+    _emit(plan, np.cumsum(histogram) - histogram, grouped, *bins)
+    return bins
+
+
+def _grouped(keys: np.ndarray, histogram: np.ndarray, seed: int | None) -> np.ndarray:
+    """Segment indices by rising key, equal keys dealt at random by seed or, without one, in input order."""
+    grouped = np.empty(len(keys), np.int32)
+    free = (np.cumsum(histogram) - histogram).astype(np.int32)
+    _group(keys, free, grouped)  # leaves in `free` where each key ends
+    if seed is not None:
+        _deal(grouped, free, np.uint64(seed % 2**64))
+    return grouped
+
+
 @njit(cache=True)
 def _count(lengths: np.ndarray, histogram: np.ndarray) -> int:
     """Add lengths to their histogram; return the index of the first that is out of range, or -1."""
@@ -115,17 +218,21 @@ def _count(lengths: np.ndarray, histogram: np.ndarray) -> int:
 
 
 @njit(cache=True)
-def _decreasing(histogram: np.ndarray, max_segments: int, best_fit: bool) -> tuple[np.ndarray, ...]:
-    """Place runs of equal lengths, longest first, into the first bin that fits or the one that fits best."""
+def _decreasing(histogram: np.ndarray, max_segments: int, best_fit: bool) -> np.ndarray:
+    """Place runs of equal lengths, longest first, into the first bins that fit or those that fit best.
+
+    A node stands for a run of neighbouring bins with the same content. The one chosen stays the choice until each of
+    its bins has taken all it can: the segments left fill `full` of them that far, and perhaps one more in part.
+    """
     seq_len = len(histogram) - 1
     parent, length, take, bins = [0], [0], [0], [histogram.sum() + 1]  # node 0: empty bins, never used up
     first, room, held, link = [0], [seq_len], [0], [-1]
     waiting = np.full(seq_len + 1, -1, np.int64)  # by room: list of nodes too full for the lengths so far
-    fitting = [(seq_len << 40 if best_fit else 0, 0)]  # heap of nodes with room for this length, by choice
+    fitting = [(_choice(0, seq_len, best_fit), 0)]  # heap of nodes with room for this length
     for size in range(seq_len, 0, -1):
         node = waiting[size]
         while node >= 0:
-            heappush(fitting, ((size << 40) + first[node] if best_fit else first[node], node))
+            heappush(fitting, (_choice(first[node], size, best_fit), node))
             node = link[node]
         left = histogram[size]
         while left > 0:
@@ -150,19 +257,23 @@ def _decreasing(histogram: np.ndarray, max_segments: int, best_fit: bool) -> tup
                 if held[child] == max_segments:
                     continue
                 if room[child] >= size:
-                    heappush(fitting, ((room[child] << 40) + first[child] if best_fit else first[child], child))
+                    heappush(fitting, (_choice(first[child], room[child], best_fit), child))
                 else:
                     link[child] = waiting[room[child]]
                     waiting[room[child]] = child
             if bins[node] > 0:
-                heappush(fitting, ((room[node] << 40) + first[node] if best_fit else first[node], node))
+                heappush(fitting, (_choice(first[node], room[node], best_fit), node))
     bins[0] = 0
-    return (
-        np.array(parent).astype(np.int32),
-        np.array(length).astype(np.int32),
-        np.array(take).astype(np.int32),
-        np.array(bins).astype(np.int32),
-    )
+    plan = np.empty((4, len(parent)), np.int32)
+    for node in range(len(parent)):
+        plan[0, node], plan[1, node], plan[2, node], plan[3, node] = parent[node], length[node], take[node], bins[node]
+    return plan
+
+
+@njit(cache=True)
+def _choice(first: int, room: int, best_fit: bool) -> int:
+    """What a run of bins is chosen by, the lowest first: its place, or before that its room."""
+    return (room << 40) + first if best_fit else first
 
 
 @njit(cache=True)
@@ -218,83 +329,6 @@ def _emit(plan: Plan, free: np.ndarray, grouped: np.ndarray, order: np.ndarray, 
             at += block * held
 
 
-def _deal_out(lengths: np.ndarray, histogram: np.ndarray, plan: Plan, seed: int | None) -> Bins:
-    """Give each place of a plan a segment of its length."""
-    grouped = _grouped(lengths, histogram, seed)
-    # Allocated here, not in a kernel: numpy asks for huge pages.
-    bins = Bins(np.empty(len(lengths), np.int64), np.zeros(plan.num_bins + 1, np.int64))
-    _emit(plan, np.cumsum(histogram) - histogram, grouped, *bins)
-    return bins
-
-
-def _grouped(keys: np.ndarray, histogram: np.ndarray, seed: int | None) -> np.ndarray:
-    """Segment indices by rising key, equal keys dealt at random by seed or, without one, in input order."""
-    grouped = np.empty(len(keys), np.int32)
-    free = (np.cumsum(histogram) - histogram).astype(np.int32)
-    _group(keys, free, grouped)  # leaves in `free` where each key ends
-    if seed is not None:
-        _deal(grouped, free, np.uint64(seed % 2**64))
-    return grouped
-
-
-def first_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Pack by first-fit decreasing, exactly; arguments as `auto`."""
-    lengths, histogram = _checked(lengths, seq_len, max_segments)
-    return _deal_out(lengths, histogram, Plan(*_decreasing(histogram, max_segments or NO_LIMIT, False)), seed)
-
-
-def best_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Pack by best-fit decreasing, exactly; arguments as `auto`."""
-    lengths, histogram = _checked(lengths, seq_len, max_segments)
-    return _deal_out(lengths, histogram, Plan(*_decreasing(histogram, max_segments or NO_LIMIT, True)), seed)
-
-
-def auto(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Pack by the best of first-fit decreasing, best-fit decreasing and a pattern search.
-
-    Args:
-        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
-        seq_len: Capacity of a bin, in tokens.
-        seed: Deals segments of equal length at random; None keeps them in input order.
-        max_segments: Most segments in one bin; None for no limit.
-
-    Returns:
-        The bins; how many is a function of the histogram of lengths alone.
-
-    Raises:
-        SegmentTooLongError: A length is outside [1, seq_len].
-        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
-    """
-    lengths, histogram = _checked(lengths, seq_len, max_segments)
-    most = max_segments or NO_LIMIT
-    return _deal_out(lengths, histogram, _best_plan(histogram, most, histogram_bound(histogram, max_segments)), seed)
-
-
-def _best_plan(histogram: np.ndarray, max_segments: int, bound: int) -> Plan:
-    """Return the plan with the fewest bins of the fast packers and, above the bound, of the pattern searches."""
-    best = _fast_plan(histogram, max_segments, bound)
-    if best.num_bins > bound:
-        exact, left = fill_exactly(histogram, max_segments)
-        plan = join(exact, _fast_plan(left, max_segments, bound - exact.num_bins))
-        best = min(best, plan, key=lambda plan: plan.num_bins)
-    return best
-
-
-def _fast_plan(histogram: np.ndarray, max_segments: int, bound: int) -> Plan:
-    best = min((Plan(*_decreasing(histogram, max_segments, best)) for best in (False, True)), key=lambda p: p.num_bins)
-    if best.num_bins > bound:
-        best = min(best, fill_longest(histogram, max_segments), key=lambda p: p.num_bins)
-    return best
-
-
-def next_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Fill one bin at a time, in corpus order; `seed` plays no part."""
-    lengths, _ = _checked(lengths, seq_len, max_segments)
-    offsets = np.empty(len(lengths) + 1, np.int64)
-    num_bins = _fill_in_order(lengths, seq_len, max_segments or NO_LIMIT, offsets)
-    return Bins(np.arange(len(lengths)), offsets[: num_bins + 1].copy())
-
-
 @njit(cache=True)
 def _fill_in_order(lengths: np.ndarray, seq_len: int, max_segments: int, offsets: np.ndarray) -> int:
     offsets[0] = 0
@@ -309,32 +343,3 @@ def _fill_in_order(lengths: np.ndarray, seq_len: int, max_segments: int, offsets
         num_bins += 1
         offsets[num_bins] = len(lengths)
     return num_bins
-
-
-def bucketed(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Put one segment in each bin, by rising padded length, dealt by seed inside it (for padded models)."""
-    lengths, _ = _checked(lengths, seq_len, max_segments)
-    keys = (lengths + (PAD_MULTIPLE - 1)) // PAD_MULTIPLE
-    order = _grouped(keys, np.bincount(keys, minlength=1), seed).astype(np.int64)
-    return Bins(order, np.arange(len(lengths) + 1))
-
-
-def unpacked(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Put one segment in each bin, in corpus order; `seed` plays no part."""
-    lengths, _ = _checked(lengths, seq_len, max_segments)
-    return Bins(np.arange(len(lengths)), np.arange(len(lengths) + 1))
-
-
-PACKERS: dict[str, Callable[..., Bins]] = {
-    "auto": auto,
-    "ffd": first_fit,
-    "bfd": best_fit,
-    "next-fit": next_fit,
-    "bucketed": bucketed,
-    "unpacked": unpacked,
-}
-
-
-def kernels_compiled() -> bool:
-    """Whether this machine has compiled the packing kernels before (the first call otherwise takes seconds)."""
-    return any(Path(str(_emit.stats.cache_path)).glob("packing._emit-*.nbi"))

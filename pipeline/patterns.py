@@ -20,9 +20,9 @@ LONGEST_NODES = 1 << 20
 PATTERN_NODES = 1 << 10
 "Search nodes of `fill_longest` for one pattern."
 SWEEPS = 32
-"Times that `fill_exactly` leads bins with every length."
-ATTEMPTS = 16
-"Draws of partners for one of these."
+"Times that `fill_exactly` goes over all lengths, each to lead a quarter of the bins it still could."
+ATTEMPTS = 32
+"Draws of partners for one lead."
 KINDS = 64
 "Classes of length that are to run out together."
 DRAWS = 2048
@@ -82,6 +82,13 @@ def _longest(left: np.ndarray, below: np.ndarray, limit: int) -> int:
         if left[size] > 0:  # left[0] is 1
             return size
         size -= 1
+
+
+@njit(cache=True)
+def _draw(state: np.ndarray) -> int:
+    """Draw 32 random bits."""
+    state[0] = state[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+    return int(state[0] >> np.uint64(32))
 
 
 @njit(cache=True)
@@ -213,6 +220,8 @@ def _fill_exactly(histogram: np.ndarray, max_segments: int, budget: int) -> tupl
         for lead in range(seq_len, 0, -1):
             if left[lead] == 0 or budget <= 0 or seq_len - shortest < lead < seq_len:
                 continue
+            if left[lead] < 4 and _draw(state) & 3 >= left[lead]:
+                continue  # a quarter of few is now and then one
             stack[0] = lead
             depth, nodes = _complete(stack, left, below, weight, draws, shortest, max_segments, state)
             budget -= nodes
@@ -265,12 +274,11 @@ def _complete(
         room = len(left) - 1 - stack[0]
         while room > 0 and depth < max_segments:
             nodes += 1
-            state[0] = state[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-            draw = np.int64(state[0] >> np.uint64(34))
+            draw = _draw(state)
             size = _longest(left, below, room)
             if size < room or (draw & 3 == 0 and room >= 2 * shortest):  # now and then draw although one would fit
                 among = weight[room - shortest] * len(draws) // weight[-1] if room >= 2 * shortest else 0
-                size = _longest(left, below, draws[((draw >> 2) * among) >> 28]) if among > 0 else 0
+                size = _longest(left, below, draws[((draw >> 2) * among) >> 30]) if among > 0 else 0
                 if size == 0:
                     break
             stack[depth] = size
