@@ -377,8 +377,8 @@ def _commit(store: Store, job: Job, config: BuildConfig, survey: _Survey, num_wi
                 store.remove(f"shards/{name}")
         manifest = commit(store, job.plan, _sidecars(store, num_windows), job.tokenizer_files, facts)
         store.sweep(everything=True)
-    except io_errors(PackError):
-        finished = _whole_manifest(store)  # the last two parts of a job array may end at the same moment
+    except (PackError, FileNotFoundError):  # the last two parts of a job array may end at the same moment
+        finished = _whole_manifest(store)
         if finished is None or finished["plan_id"] != job.plan_id:
             raise
         return finished

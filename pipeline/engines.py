@@ -45,68 +45,110 @@ class Worker:
 
 
 def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
-    """Run windows in processes (spawned, unless the program chose another way), or in this one where one suffices.
-
-    A worker that dies breaks the pool; it is rebuilt, and the windows that were in flight run again one at a time, so
-    that a window which kills its worker is found out and blamed alone, after `TRIES` tries.
-    """
+    """Run windows in processes (spawned, unless the program chose another way), or in this one where one suffices."""
     if workers == 1:
         worker = Worker(job)
         for task in tasks:
             yield worker.run(task, tick)
         return
-    suspects: list[Task] = []
-    tries: dict[int, int] = {}
-    context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "spawn")
-    progress = context.Array("q", 3)
-    pool = _new_pool(job, workers, context, progress)
-    flying: dict[Future[Record], Task] = {}
+    crew = _Crew(job, workers, tick)
     try:
-        while True:
-            room = (0 if flying else 1) if suspects else 2 * workers - len(flying)
-            for task in [suspects.pop(0)] if suspects and room else list(islice(tasks, max(room, 0))):
-                flying[pool.submit(_run_task, task)] = task
-            if not flying:
-                pool.shutdown()
-                return
-            done, _ = wait(flying, timeout=0.2, return_when=FIRST_COMPLETED)
-            _drain(progress, tick)
+        yield from crew.run(tasks)
+    finally:
+        crew.stop()
+
+
+class _Crew:
+    """Worker processes that may die.
+
+    One that dies breaks the pool; it is rebuilt, and the windows that were in flight run again one at a time, so that a
+    window which kills its worker is found out and blamed alone, after `TRIES` tries.
+    """
+
+    def __init__(self, job: Job, workers: int, tick: Tick) -> None:
+        self.job, self.workers, self.tick = job, workers, tick
+        self.flying: dict[Future[Record], Task] = {}
+        self.suspects: list[Task] = []
+        self.deaths: dict[int, int] = {}  # by window that was ever in flight when a worker died: deaths on its own
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "spawn")
+        self.progress: Any = context.Array("q", 3)  # a new one each time: a worker may die with the lock in its hands
+        arguments = (self.job, self.progress)
+        self.pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=arguments)
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Record]:
+        """Yield the record of each task as it is done."""
+        while self._send(tasks):
+            done, _ = wait(self.flying, timeout=0.2, return_when=FIRST_COMPLETED)
+            self._drain()
             for future in done:
-                task = flying[future]
                 try:
                     record = future.result()
                 except BrokenProcessPool:
-                    if len(flying) == 1:  # alone in the pool: it is the one
-                        tries[task.window] = tries.get(task.window, 0) + 1
-                    if tries.get(task.window, 0) >= TRIES:
-                        raise PackError(
-                            f"{task.describe(job.sources)}: its worker died {TRIES} times; expected it to finish. "
-                            "Look for a lack of memory (smaller --window-bytes or fewer --workers), then --resume."
-                        ) from None
-                    suspects.extend(flying.values())
-                    flying.clear()
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    pool = _new_pool(job, workers, context, progress)
+                    self._replace()
                     break
-                del flying[future]
+                del self.flying[future]
                 yield record
-    finally:
-        _kill(pool)
+        self.pool.shutdown()
+
+    def _send(self, tasks: Iterator[Task]) -> bool:
+        """Keep two tasks per worker in flight, or a single suspect; return whether there is any."""
+        careful = self.suspects or any(task.window in self.deaths for task in self.flying.values())
+        room = not self.flying if careful else 2 * self.workers - len(self.flying)
+        source = iter([self.suspects.pop(0)] if self.suspects and room else []) if careful else tasks
+        for task in islice(source, int(room)):
+            try:
+                self.flying[self.pool.submit(_run_task, task)] = task
+            except BrokenProcessPool:  # a worker died with nothing to do
+                self.suspects.append(task)
+                self._replace()
+                return self._send(tasks)
+        return bool(self.flying)
+
+    def _replace(self) -> None:
+        """Start anew after a death, and note who was there."""
+        alone = len(self.flying) == 1
+        for task in self.flying.values():
+            self.deaths[task.window] = self.deaths.get(task.window, 0) + alone
+            if self.deaths[task.window] >= TRIES:
+                raise PackError(
+                    f"{task.describe(self.job.sources)}: its worker died {TRIES} times; expected it to finish. Look "
+                    "for a lack of memory (smaller --window-bytes or fewer --workers; in a script, a missing "
+                    "if __name__ == '__main__'), then --resume."
+                )
+        self.suspects.extend(self.flying.values())
+        self.flying.clear()
+        self.pool.shutdown(cancel_futures=True)
+        self._start()
+
+    def _drain(self) -> None:
+        lock = self.progress.get_lock()
+        if lock.acquire(timeout=1):
+            amounts = self.progress[0], self.progress[1], self.progress[2]
+            self.progress[:] = [0, 0, 0]
+            lock.release()
+            self.tick(*amounts)
+
+    def stop(self) -> None:
+        """End now: after an error or Ctrl-C nobody waits for half a window."""
+        processes = list((self.pool._processes or {}).values())
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
 
 
-def _new_pool(job: Job, workers: int, context: Any, progress: Any) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job, progress))
+_progress: Any = None
 
 
 def _start_worker(job: Job, progress: Any) -> None:
     global _worker, _progress
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops us
     threading.Thread(target=_end_with_driver, daemon=True).start()
-    _worker = Worker(job)
-    _progress = progress
-
-
-_progress: Any = None
+    _worker, _progress = Worker(job), progress
 
 
 def _end_with_driver() -> None:
@@ -126,23 +168,6 @@ def _tick(documents: int, tokens: int, raw_bytes: int) -> None:
     with _progress.get_lock():
         for slot, amount in enumerate((documents, tokens, raw_bytes)):
             _progress[slot] += amount
-
-
-def _drain(progress: Any, tick: Tick) -> None:
-    with progress.get_lock():
-        amounts = tuple(progress)
-        progress[:] = [0, 0, 0]
-    tick(*amounts)
-
-
-def _kill(pool: ProcessPoolExecutor) -> None:
-    """End a pool now: after an error or Ctrl-C nobody waits for half a window."""
-    processes = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join()
 
 
 def run_ray(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:

@@ -20,10 +20,10 @@ from shards.publish import STALE_S, LocalStore, Store
 SCRATCH = "shardpack-"
 
 
-def io_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return what files and object stores raise (botocore's own errors are no OSError), and `more`."""
+def io_errors() -> tuple[type[Exception], ...]:
+    """Return what files and object stores raise: botocore's own errors are no OSError."""
     boto = sys.modules.get("botocore.exceptions")
-    return (OSError, *more) if boto is None else (OSError, boto.BotoCoreError, *more)
+    return (OSError,) if boto is None else (OSError, boto.BotoCoreError)
 
 
 class RemoteStore:

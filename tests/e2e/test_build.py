@@ -243,7 +243,7 @@ def test_an_interrupted_build_resumes_to_the_same_bytes(tmp_path, tokenizer_dir,
         return real(*args)
 
     monkeypatch.setattr(pipeline.engines, "run_window", fail_at_third)
-    with pytest.raises(PackError, match=r"no space left \(No space left on device\); the windows that are done are kept"):
+    with pytest.raises(PackError, match=r"no space left \(No space .*; the windows that are done are kept"):
         build(config(path, tokenizer_dir, tmp_path / "out", window_bytes=4096))
     with pytest.raises(PackError, match="holds an unfinished build"):
         Dataset(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""`pack verify` finds every damage that was tried and names the rule; `Dataset` says in one line what it cannot open."""
+"""`pack verify` finds every damage that was tried and names the rule; `Dataset` refuses in one line."""
 
 import json
 import re
