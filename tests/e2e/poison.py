@@ -1,4 +1,4 @@
-"""Workers that die: what replaces `pipeline.engines._start_worker` in a build whose workers shall be killed.
+"""Workers that die: what replaces `_start_worker` or `_ray_task` of `pipeline.engines` where workers shall be killed.
 
 Beside the output directory lies `poison.json`: the window whose worker kills itself, and how many times it does.
 """
@@ -12,12 +12,17 @@ from typing import Any
 from pipeline import engines
 from pipeline.window import Job, Task
 
-start_worker, run_window = engines._start_worker, engines.run_window
+start_worker, ray_task, run_window = engines._start_worker, engines._ray_task, engines.run_window
 
 
 def start_poisoned_worker(job: Job, progress: Any) -> None:
     engines.run_window = run_poisoned_window
     start_worker(job, progress)
+
+
+def run_poisoned_ray_task(job: Job, task: Task) -> dict[str, Any]:
+    engines.run_window = run_poisoned_window
+    return ray_task(job, task)
 
 
 def run_poisoned_window(job: Job, task: Task, *rest: Any) -> dict[str, Any]:
