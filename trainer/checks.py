@@ -25,14 +25,18 @@ def check_dataset(dataset: Dataset, report: ModelReport, model: Any, config: Tra
     """
     if not len(dataset):
         raise PackError(f"{dataset.path}: has no packs; expected some. Build it from a corpus with documents.")
-    if dataset.packer == "unpacked" and not config.force:
+    check_vocabulary(report, dataset.max_token_id)
+    notes = check_segments(report, int(dataset.index.max_seqlen.max()))
+    return notes + check_tokenizer(dataset, config.model, config.force)
+
+
+def check_packed(dataset: Dataset, force: bool) -> None:
+    """Refuse to learn from a dataset that only reports and comparisons are made of, unless `force` is on."""
+    if dataset.packer == "unpacked" and not force:
         raise PackError(
             f"{dataset.path}: is unpacked, one document in a row; a row costs a whole pack's share of the step. "
             "Build it with --packer auto, or pass --force."
         )
-    check_vocabulary(report, dataset.max_token_id)
-    notes = check_segments(report, int(dataset.index.max_seqlen.max()))
-    return notes + check_tokenizer(dataset, config.model, config.force)
 
 
 def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:

@@ -30,7 +30,8 @@ def export(model: Any, out: Path, dataset: Dataset, config: TrainConfig, world: 
     """
     target, adapters = out / "model", hasattr(model, "get_base_model")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    state = _gathered(model, world.is_main) if sharded else None
+    dtype = torch.float32 if config.dtype == "fp32" else torch.bfloat16
+    state = _gathered(model, dtype, world.is_main) if sharded else None
     if not world.is_main:
         return out / "adapter" if adapters and sharded else target
     if adapters:
@@ -39,21 +40,26 @@ def export(model: Any, out: Path, dataset: Dataset, config: TrainConfig, world: 
         if sharded:
             return out / "adapter"
         model = model.merge_and_unload()
-    if not sharded and config.dtype != "fp32":
-        model.to(torch.bfloat16)
+    if not sharded:
+        model.to(dtype)
     model.save_pretrained(target, state_dict=state)
+    if sharded:  # the model in memory has kept its type
+        file = target / "config.json"
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}, indent=2)
+        )
     _add_companions(target, dataset, config, figures)
     return target
 
 
-def _gathered(model: Any, keep: bool) -> dict[str, torch.Tensor]:
+def _gathered(model: Any, dtype: torch.dtype, keep: bool) -> dict[str, torch.Tensor]:
     """Collect every whole tensor in host memory of one process; tied names stay one tensor."""
     whole: dict[int, torch.Tensor] = {}
     state = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in whole:
             full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-            whole[id(tensor)] = full.cpu() if keep else full.new_empty(0)
+            whole[id(tensor)] = full.to(dtype).cpu() if keep else full.new_empty(0)
         state[name] = whole[id(tensor)]
     return state
 

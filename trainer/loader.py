@@ -65,7 +65,6 @@ class PackLoader:
         static_shapes: Fill every batch up to the same length, for compiled models.
         weighting: What `divisor` counts: "token" (targets) or "document" (segments with a target).
         window: Sliding window of the model, for its attention pairs.
-        prefetch: Batches prepared ahead.
 
     Raises:
         PackError: A size does not fit, or a source is unknown.
@@ -89,7 +88,6 @@ class PackLoader:
         static_shapes: bool = False,
         weighting: str = "token",
         window: int | None = None,
-        prefetch: int = 2,
     ) -> None:
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
         self.device, self.weighting, self.window = torch.device(device), weighting, window
@@ -126,10 +124,17 @@ class PackLoader:
         "Which packs make which step."
         self.steps_per_epoch = self.plan.steps_per_epoch
         self._fixed = {
-            "seed": seed, "packs_per_step": self.packs_per_step, "tokens_per_batch": self.tokens_per_batch,
-            "order": order, "last_step": last_step,
-            "mix": [list(pair) for pair in mix], "mix_by": mix_by, "mix_stop": mix_stop,
-        }  # fmt: skip
+            "seed": seed,
+            "packs_per_step": self.packs_per_step,
+            "tokens_per_batch": self.tokens_per_batch
+            if bucketed
+            else None,  # the size of rectangles is part of the order
+            "order": order,
+            "last_step": last_step,
+            "mix": [list(pair) for pair in mix],
+            "mix_by": mix_by,
+            "mix_stop": mix_stop,
+        }
 
     def step_at(self, number: int) -> Step:
         """Return step `number` of the run, counted from 0 over all epochs, as this process sees it."""

@@ -15,13 +15,13 @@ import torch
 from shards import Dataset, PackError
 from trainer.adapters import add_adapters, freeze
 from trainer.checkpoint import Checkpoints
-from trainer.checks import check_dataset
+from trainer.checks import check_dataset, check_packed
 from trainer.config import TrainConfig, flag
 from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
 from trainer.loss import PackedLM
 from trainer.metrics import Cost, Metrics, cost_of
-from trainer.models import LoadedModel, checkpoint_activations, load_model
+from trainer.models import checkpoint_activations, load_model
 from trainer.optimizer import build_optimizer
 
 FIXED_ON_RESUME = ("model", "lora_rank", "lora_targets", "freeze")  # what a checkpoint's tensors depend on
@@ -69,47 +69,31 @@ def set_up(config: TrainConfig, world: World) -> Run:
     """
     out = Path(config.out)
     dataset = Dataset(config.dataset)
+    check_packed(dataset, config.force)
     held_out = Dataset(config.eval) if config.eval else None
     if world.is_main:
         _claim(out, config)
-    torch.manual_seed(config.seed)  # the same first weights on every process
-    loaded = _load(config, world, dataset)
-    notes = loaded.notes + check_dataset(dataset, loaded.report, loaded.model, config)
-    if held_out is not None:
-        check_dataset(held_out, loaded.report, loaded.model, config)
-    freeze(loaded.model, config.freeze)
-    torch.manual_seed(config.seed)
-    model = add_adapters(loaded.model, config)
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
-    cost = cost_of(model)
-    lm = PackedLM(
-        model,
-        backend=loaded.backend,
-        weighting=config.loss_weighting,
-        z_loss=config.z_loss,
-        liger=config.liger,
-        plain_head=loaded.report.plain_head,
-    )
-    if config.compile:
-        for layer in layers_of(model):
-            layer.compile()
-    parallel = parallelize(lm, model, world, config.shard, config.dtype)
-    optimizer = build_optimizer(model, config)
-    loader = _loader(config, world, dataset, cost)
-    num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
+    lm, cost, notes = _model(config, world, [dataset, held_out] if held_out else [dataset])
+    parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
+    optimizer = build_optimizer(lm.model, config)
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
     checkpoints = Checkpoints(out / "checkpoints", config.keep, world, lambda line: print(line, file=sys.stderr))
-    facts = _resume(config, checkpoints, model, optimizer, loader) if config.resume else {}
+    path = checkpoints.latest() if config.resume else None
+    facts = _facts(config, checkpoints, path) if path else {}
+    loader = _loader(config, world, dataset, cost, facts)
+    num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
+    if path:
+        loader.load_state_dict(facts["loader"])
+        checkpoints.load(path, lm.model, optimizer)
     metrics = Metrics(config, out, num_steps, facts.get("step", 0), world.is_main)
-    for note in notes:
+    for note in [*notes, *_order_notes(loader)]:
         metrics.say(note)
     return Run(
         config=config,
         world=world,
         dataset=dataset,
         held_out=held_out,
-        model=model,
+        model=lm.model,
         lm=lm,
         parallel=parallel,
         optimizer=optimizer,
@@ -137,25 +121,49 @@ def _claim(out: Path, config: TrainConfig) -> None:
         raise PackError(f"{out}: cannot write here ({error.strerror}). Choose another --out.") from error
 
 
-def _load(config: TrainConfig, world: World, dataset: Dataset) -> LoadedModel:
+def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[PackedLM, Cost, list[str]]:
+    """Load the model, hold it against the datasets (the first is trained on), and prepare it as asked."""
+    torch.manual_seed(config.seed)  # the same first weights on every process
     # frozen weights need no fp32 copy to learn in
     narrow = config.dtype == "bf16-pure" or (config.dtype == "bf16" and config.lora_rank > 0)
-    return load_model(
+    loaded = load_model(
         config.model,
         dtype=torch.bfloat16 if narrow else torch.float32,
         compute_dtype=torch.float32 if config.dtype == "fp32" else torch.bfloat16,
         attention=config.attention,
         liger=config.liger,
         device=world.device,
-        packed=dataset.packer != "bucketed",
+        packed=any(dataset.packer != "bucketed" for dataset in datasets),
     )
+    notes = list(loaded.notes)
+    for dataset in datasets:
+        notes += check_dataset(dataset, loaded.report, loaded.model, config)
+    freeze(loaded.model, config.freeze)
+    torch.manual_seed(config.seed)
+    model = add_adapters(loaded.model, config)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    lm = PackedLM(
+        model,
+        backend=loaded.backend,
+        weighting=config.loss_weighting,
+        z_loss=config.z_loss,
+        liger=config.liger,
+        plain_head=loaded.report.plain_head,
+    )
+    if config.compile:
+        for layer in layers_of(model):
+            layer.compile()
+    return lm, cost_of(model), list(dict.fromkeys(notes))
 
 
-def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost) -> PackLoader:
+def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost, facts: dict[str, Any]) -> PackLoader:
+    # the default depends on the number of processes; a run that is resumed on others keeps its steps
+    kept = facts["loader"]["packs_per_step"] if facts else None
     return PackLoader(
         dataset,
         tokens_per_batch=config.tokens_per_batch,
-        packs_per_step=config.packs_per_step,
+        packs_per_step=config.packs_per_step or kept,
         seed=config.seed,
         order=config.order,
         last_step=config.last_step,
@@ -171,19 +179,22 @@ def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost) -> 
     )
 
 
-def _resume(
-    config: TrainConfig, checkpoints: Checkpoints, model: Any, optimizer: torch.optim.Optimizer, loader: PackLoader
-) -> dict[str, Any]:
-    path = checkpoints.latest()
-    if path is None:
-        return {}
-    saved = checkpoints.facts(path)
+def _order_notes(loader: PackLoader) -> list[str]:
+    plan = loader.plan
+    notes = [f"an epoch is {plan.steps_per_epoch:,} steps of {loader.packs_per_step:,} packs"]
+    if plan.dropped:
+        notes.append(f"{plan.dropped:,} packs that fill no step are left out, others in each epoch (--last-step drop)")
+    if plan.repeated:
+        notes.append(f"{plan.repeated:,} packs come twice in an epoch, to fill its last step (--last-step pad)")
+    return notes + [f"source {name}: each pack {times:.2f} times an epoch" for name, times in plan.passes.items()]
+
+
+def _facts(config: TrainConfig, checkpoints: Checkpoints, path: Path) -> dict[str, Any]:
+    facts = checkpoints.facts(path)
     for name in FIXED_ON_RESUME:
-        before, now = saved["config"][name], config.to_dict()[name]
+        before, now = facts["config"][name], config.to_dict()[name]
         if json.dumps(before) != json.dumps(now):
             raise PackError(
                 f"{path}: was saved with {flag(name)} {before!r}, this run has {now!r}. Resume with the same."
             )
-    loader.load_state_dict(saved["loader"])
-    checkpoints.load(path, model, optimizer)
-    return saved
+    return facts

@@ -4,13 +4,15 @@ import json
 import multiprocessing
 import random
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeline import BuildConfig, RecordOptions, build
+from shards import Dataset
 
 PROCESS = str(Path(__file__).parent / "train_process.py")
 
@@ -79,3 +81,47 @@ def llama(tmp_path: Path) -> str:
     }  # fmt: skip
     path.write_text(json.dumps(config))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def words_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer for tests that fix their ids: `w11` is id 11, up to `w199`; `</s>` is EOS and padding both."""
+    path = tmp_path_factory.mktemp("tokenizers") / "words"
+    path.mkdir()
+    specials = ["<unk>", "<s>", "</s>"]
+    words = {word: id for id, word in enumerate([*specials, *(f"w{id}" for id in range(3, 200))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.fixture
+def build_words(words_dir: str, tmp_path: Path) -> Callable[..., Dataset]:
+    """Build documents of fixed ids with `words_dir`, in corpus order; no EOS is added.
+
+    A document is a list of ids, or a pair of such lists: prompt and completion. Options are those of RecordOptions and
+    of BuildConfig.
+    """
+
+    def text(ids: Sequence[int]) -> str:
+        return " ".join("</s>" if id == 2 else f"w{id}" for id in ids)
+
+    def make(documents: Sequence[Any], seq_len: int, name: str = "dataset", **options: Any) -> Dataset:
+        pairs = isinstance(documents[0], tuple)
+        lines = [
+            {"prompt": text(each[0]), "completion": " " + text(each[1])} if pairs else {"text": text(each)}
+            for each in documents
+        ]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        chosen = {key: options.pop(key) for key in [*options] if key in RecordOptions.__dataclass_fields__}
+        records = RecordOptions(kind="instruction" if pairs else "text", **{"add_eos": False, **chosen})
+        config = {"packer": "next-fit", "records": records, **options}
+        build(BuildConfig(sources=(str(path),), out=str(tmp_path / name), tokenizer=words_dir, seq_len=seq_len, **config))
+        return Dataset(tmp_path / name)
+
+    return make

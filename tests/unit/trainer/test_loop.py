@@ -196,6 +196,13 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(run, tmp_path, damage, c
     assert column(lines, "loss") == column(whole, "loss")
 
 
+def test_a_resumed_run_keeps_its_packs_per_step_and_says_what_it_leaves_out(run, capsys):
+    run(steps=2)
+    _, lines = run(resume=True, packs_per_step=None)
+    assert column(lines, "tokens")[2] > 3 * 30  # still four packs
+    assert "an epoch is" in capsys.readouterr().err
+
+
 def test_resuming_an_empty_run_directory_starts(run):
     assert run("new", resume=True)[0].steps == 4
 

@@ -8,8 +8,8 @@ from trainer.config import TrainConfig
 from trainer.metrics import Cost, Metrics
 
 LINE = {
-    "step": 3, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.0, "data_wait": 0.005, "memory_gib": 2.0,
-    "mfu": 0.51,
+    "step": 3, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.0, "data_wait": 0.005,
+    "memory_gib": 2.0, "mfu": 0.51,
 }  # fmt: skip
 
 
