@@ -170,6 +170,8 @@ def test_bucketed_steps_are_rectangles_within_the_token_budget(kind):
     assert len(set(rows.tolist())) == len(rows)
     assert len(rows) > 10_000 - 8 * 64
     assert len(rectangles(order, epoch=1)) == len(batches)
+    together, again = ({frozenset(batch.tolist()) for batch in rectangles(order, epoch)} for epoch in (0, 1))
+    assert len(together & again) < 10, "rows meet other rows in the next epoch"
     full = sum(len(batch) == 4096 // padded[batch[0]] for batch in batches)
     assert full >= len(batches) - 32, "more than one short rectangle a bucket"
 
