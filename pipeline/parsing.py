@@ -14,7 +14,6 @@ import orjson
 from pipeline.config import RecordOptions
 from pipeline.streams import FAULT
 
-EXCERPT_CHARS = 200
 KINDS = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", bytes: "bytes, not UTF-8 text"}
 
 
@@ -117,11 +116,11 @@ def name_of(value: Any) -> str:
     return KINDS.get(type(value)) or f"{'text' if isinstance(value, str) else 'a number'} ({value!r:.40})"
 
 
-def excerpt(raw: Any) -> str:
-    """Return the beginning of a raw record as printable text."""
+def excerpt(raw: Any, limit: int) -> str:
+    """Return a raw record as printable text, at most `limit` characters from its beginning."""
     if isinstance(raw, bytes):
-        return raw[: 4 * EXCERPT_CHARS].decode("utf-8", "backslashreplace")[:EXCERPT_CHARS]
-    return str(raw)[:EXCERPT_CHARS]
+        return raw[: 4 * limit].decode("utf-8", "backslashreplace")[:limit]
+    return str(raw)[:limit]
 
 
 def _text(value: Any, path: str) -> str:

@@ -24,6 +24,7 @@ from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError
 
 BATCH_BYTES = 4 << 20
+KEPT_CHARS, WINDOW_CHARS = 1 << 20, 16 << 20  # of one rejected record, and of all those of a window
 LINE_SEARCH_BYTES = 1 << 30  # where more would have to be read to count lines, a place is a byte offset
 BOM = b"\xef\xbb\xbf"
 
@@ -38,7 +39,7 @@ class Rejected:
     "File and place inside it."
     reason: str
     raw: str
-    "Beginning of the record as it stands in the file."
+    "The record as it stands in the file; cut off beyond KEPT_CHARS, or where a window has very many."
 
 
 class Span(NamedTuple):
@@ -97,6 +98,7 @@ class WindowReader:
         self.rejected: list[Rejected] = []
         self.spans: list[Span] = []
         self._slices, self._payload = slices, payload
+        self._kept_chars = 0
         self._hash = xxhash.xxh3_128()
         self._lines_to = (-1, 0, 0)  # file, byte offset, lines before it
 
@@ -145,21 +147,23 @@ class WindowReader:
                     values.append(form.one(raw))
                     kept.append(index)
                 except BadRecord as bad:
-                    self._refuse(Rejected(index, where(index), str(bad), excerpt(raw)))
+                    self._refuse(index, where(index), str(bad), raw)
             indices = np.array(kept, dtype=np.int64)
         size = sum(chunk.size for chunk in chunks)
         self.raw_bytes += size
 
         def reject(index: int, reason: str) -> None:
-            self._refuse(Rejected(index, where(index), reason, excerpt(raws[index - first])))
+            self._refuse(index, where(index), reason, raws[index - first])
 
         return RecordBatch(values, indices, size, where, reject)
 
-    def _refuse(self, entry: Rejected) -> None:
+    def _refuse(self, index: int, where: str, reason: str, raw: Any) -> None:
         if self.on_error == "fail":
-            end = "" if entry.reason.endswith(".") else ". Mend the record."
-            raise SourceError(f"{entry.where}: {entry.reason}{end} Or use --on-error skip.")
-        self.rejected.append(entry)
+            end = "" if reason.endswith(".") else ". Mend the record."
+            raise SourceError(f"{where}: {reason}{end} Or use --on-error skip.")
+        kept = excerpt(raw, max(200, min(KEPT_CHARS, WINDOW_CHARS - self._kept_chars)))
+        self._kept_chars += len(kept)
+        self.rejected.append(Rejected(index, where, reason, kept))
 
     def _chunks(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
         options = self.source.options
