@@ -282,13 +282,14 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
 
 @main.command()
 @click.argument("paths", nargs=-1, required=True, metavar="DATASET...", type=click.Path())
-@click.option("--packs-per-step", type=click.IntRange(min=1), default=256, show_default=True, help="Packs of one step.")
+@click.option("--packs-per-step", type=click.IntRange(min=1), default=32, show_default=True, help="Packs of one step.")
 @click.option("--model", help="Model directory, config.json or hub name, for costs and limits. [default: 1.24B shape]")
 @click.option("--mix", callback=parse_mix, help="Weights as in pack train, such as web=0.7,code=0.3.")
 @click.option("--deep", "deep_look", is_flag=True, help="Read every row: exact lengths, duplicates, used vocabulary.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write a page that opens offline.")
+@click.option("--strict", is_flag=True, help="Exit with code 1 when there is any warning.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON (docs/report.md).")
-def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, **options: Any) -> None:
+def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: bool, **options: Any) -> None:
     """Report on datasets, or on training runs.
 
     Several datasets are set side by side; a directory that pack train wrote shows its curves with --html.
@@ -309,6 +310,8 @@ def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, **options: 
         click.echo(inspection.json())
     else:
         show(inspection.view())
+    if strict and any(report["warnings"] for report in inspection.reports):
+        raise SystemExit(1)
 
 
 @main.command("show")

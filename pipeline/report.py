@@ -42,7 +42,7 @@ class Thinned(NamedTuple):
 def inspect(
     dataset: Dataset,
     *,
-    packs_per_step: int = 256,
+    packs_per_step: int = 32,
     shape: ModelShape = DEFAULT_SHAPE,
     mix: dict[str, float] | None = None,
 ) -> Report:

@@ -23,6 +23,12 @@ CURVES = (
     ("lr", "Learning rate", ""),
 )
 
+AXES = {
+    **{name: {"tickformat": ".1%", "rangemode": "tozero"} for name in ("mfu", "data_wait")},
+    **{name: {"rangemode": "tozero"} for name in ("tokens_per_s", "memory_gib")},
+    "lr": {"exponentformat": "e"},
+}
+
 
 class Run(NamedTuple):
     """What one run wrote."""
@@ -125,7 +131,7 @@ def runs_page(runs: list[Run]) -> Page:
             if curve(run, name)[0]
         ]
         if traces:
-            axis = {"tickformat": ".1%"} if name in ("mfu", "data_wait") else {}
+            axis = AXES.get(name, {})
             plots.append(plot(caption, traces, x="step", y=unit, yaxis=axis, showlegend=len(runs) > 1))
     first = summary(runs[0])
     cards = (
