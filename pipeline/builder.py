@@ -83,6 +83,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     try:
         return _build(job, config, open_store(config.out), progress, begin)
     except io_errors() as error:
+        # another build of this plan that ends first clears the unpublished files of all
+        if isinstance(error, FileNotFoundError) and (finished := _finished(open_store(config.out), job)) is not None:
+            return finished
         number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
         what, remedy = ("no space left", "Make room") if number in FULL else ("cannot be written", "Mend the disk")
         raise PackError(
@@ -213,6 +216,12 @@ def _whole_manifest(store: Store) -> Record | None:
         for shard in manifest["shards"]
     )
     return manifest if whole else None
+
+
+def _finished(store: Store, job: Job) -> Record | None:
+    """Return the manifest of this plan's whole dataset, if it is there."""
+    manifest = _whole_manifest(store)
+    return manifest if manifest is not None and manifest["plan_id"] == job.plan_id else None
 
 
 def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> int:
@@ -378,8 +387,8 @@ def _commit(store: Store, job: Job, config: BuildConfig, survey: _Survey, num_wi
         manifest = commit(store, job.plan, _sidecars(store, num_windows), job.tokenizer_files, facts)
         store.sweep(everything=True)
     except (PackError, FileNotFoundError):  # the last two parts of a job array may end at the same moment
-        finished = _whole_manifest(store)
-        if finished is None or finished["plan_id"] != job.plan_id:
+        finished = _finished(store, job)
+        if finished is None:
             raise
         return finished
     return manifest

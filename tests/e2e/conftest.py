@@ -121,7 +121,9 @@ def build_words(words_dir: str, tmp_path: Path) -> Callable[..., Dataset]:
         chosen = {key: options.pop(key) for key in [*options] if key in RecordOptions.__dataclass_fields__}
         records = RecordOptions(kind="instruction" if pairs else "text", **{"add_eos": False, **chosen})
         config = {"packer": "next-fit", "records": records, **options}
-        build(BuildConfig(sources=(str(path),), out=str(tmp_path / name), tokenizer=words_dir, seq_len=seq_len, **config))
+        build(
+            BuildConfig(sources=(str(path),), out=str(tmp_path / name), tokenizer=words_dir, seq_len=seq_len, **config)
+        )
         return Dataset(tmp_path / name)
 
     return make
