@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -63,7 +64,8 @@ class Checkpoints:
         self.wait()
         temporary, final = self.root / f"_tmp-{_name(step)}", self.root / _name(step)
         if self.world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for stale in self.root.glob("_tmp-step-*"):  # of a run that died while it wrote
+                shutil.rmtree(stale)
             temporary.mkdir(parents=True)
         self._barrier()
         torch.save(_rng_state(self.world.device), temporary / f"rng-{self.world.rank}.pt")
@@ -80,10 +82,20 @@ class Checkpoints:
         self._pending = self._thread.submit(finish)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk, and raise what went wrong in it."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        """Wait until the last save is on disk.
+
+        Raises:
+            PackError: It cannot be written.
+        """
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except (OSError, CheckpointException) as error:
+            raise PackError(
+                f"{self.root}: cannot write a checkpoint ({_reason(error)}); expected room and the right to write. "
+                "Earlier checkpoints are whole: mend the disk, then run again with --resume."
+            ) from error
 
     def close(self) -> None:
         """Finish the last save; after this every process sees it."""
@@ -160,6 +172,12 @@ class Checkpoints:
     def _barrier(self) -> None:
         if self._group is not None:
             dist.barrier(group=self._group)
+
+
+def _reason(error: OSError | CheckpointException) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "; ".join(str(cause[0]) for cause in error.failures.values())
 
 
 def _name(step: int) -> str:

@@ -73,6 +73,8 @@ class TrainConfig:
     "shuffled, or cost-grouped: packs of like attention cost share a step."
     last_step: str = "drop"
     "Packs that do not fill the last step of an epoch: drop them, or pad the step with packs from the epoch's start."
+    largest_first: bool = False
+    "Begin each epoch with the step that needs most memory, so that too large a batch fails at once."
     mix: tuple[tuple[str, float], ...] = ()
     "Weights of named sources; empty for all packs once an epoch."
     mix_by: str = "tokens"

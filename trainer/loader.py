@@ -56,6 +56,7 @@ class PackLoader:
         seed: Seed of the order.
         order: "shuffled" or "cost-grouped".
         last_step: "drop" or "pad".
+        largest_first: Begin each epoch with the costliest step.
         mix: (source, weight) pairs; empty for every pack once an epoch.
         mix_by: What the weights count.
         mix_stop: When a mixed epoch ends: "first" source used up, or "longest".
@@ -79,6 +80,7 @@ class PackLoader:
         seed: int = 0,
         order: str = "shuffled",
         last_step: str = "drop",
+        largest_first: bool = False,
         mix: tuple[tuple[str, float], ...] = (),
         mix_by: str = "tokens",
         mix_stop: str = "first",
@@ -114,6 +116,7 @@ class PackLoader:
             seed=seed,
             order=order,
             last_step=last_step,
+            largest_first=largest_first,
             padded_len=padded_lengths(dataset) if bucketed else None,
             tokens_per_batch=self.tokens_per_batch,
             sources=dataset.sources,
@@ -131,6 +134,7 @@ class PackLoader:
             else None,  # the size of rectangles is part of the order
             "order": order,
             "last_step": last_step,
+            "largest_first": largest_first,
             "mix": [list(pair) for pair in mix],
             "mix_by": mix_by,
             "mix_stop": mix_stop,

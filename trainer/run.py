@@ -167,6 +167,7 @@ def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost, fac
         seed=config.seed,
         order=config.order,
         last_step=config.last_step,
+        largest_first=config.largest_first,
         mix=config.mix,
         mix_by=config.mix_by,
         mix_stop=config.mix_stop,

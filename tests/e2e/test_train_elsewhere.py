@@ -8,7 +8,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 from shards import Dataset, PackError
 from trainer import PackedCollator, TrainConfig
@@ -117,7 +118,16 @@ def test_columns_removed_by_the_trainer_are_refused(packed, model_dir, tmp_path)
         trainer.train()
 
 
-def test_rows_cut_by_the_trainer_are_refused(packed):
-    row = rows(packed)[0]
-    with pytest.raises(PackError, match="skip_prepare_dataset"):
-        PackedCollator()([row | {"input_ids": row["input_ids"][:5]}])
+def test_rows_cut_by_the_trainer_are_refused(packed, model_dir, tmp_path):
+    arguments = {"remove_unused_columns": False, "max_length": 64, "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = SFTTrainer(
+            model=model_dir,
+            args=SFTConfig(output_dir=str(tmp_path), report_to="none", **arguments),
+            train_dataset=datasets.load_from_disk(packed),
+            data_collator=PackedCollator(),
+            processing_class=AutoTokenizer.from_pretrained(f"{packed}/tokenizer"),
+        )
+        with pytest.raises(PackError, match="skip_prepare_dataset"):
+            trainer.train()

@@ -56,7 +56,11 @@ def test_a_run_moves_from_two_processes_to_one_and_back(packed, llama, tmp_path,
     assert_same_run(tmp_path / "whole", out, 6)
 
 
-@pytest.mark.parametrize("places", [[("step", 3), ("publish", 4)], [("publish", 2), ("step", 6)]])
+FEW = [[("step", 3), ("publish", 4)], [("publish", 2), ("step", 6)]]
+MANY = [[(place, step), (place, step + 2)] for place in ("step", "publish") for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("places", [*FEW, *(pytest.param(places, marks=pytest.mark.slow) for places in MANY)])
 def test_a_killed_run_resumes_to_identical_losses(packed, llama, tmp_path, run_training, places):
     fields = {"steps": 7, "save_every": 1, "schedule": "cosine"}
     assert run_training([job(packed, llama, tmp_path / "whole", **fields)]) == [0]

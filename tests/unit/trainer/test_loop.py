@@ -1,5 +1,6 @@
 """Whole runs on tiny models: splits, precisions, adapters, checkpoints, evaluation, and runs that must stop."""
 
+import errno
 import json
 import math
 import shutil
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import trainer.checkpoint
 import trainer.loop
 from shards import PackError
 from trainer import TrainConfig, Trained, train
@@ -194,6 +196,22 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(run, tmp_path, damage, c
     _, lines = run("hurt", resume=True, schedule="constant")
     assert "this checkpoint is skipped" in capsys.readouterr().err
     assert column(lines, "loss") == column(whole, "loss")
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_is_whole(run, monkeypatch):
+    publish = trainer.checkpoint.Checkpoints._publish
+
+    def fail_at_two(self, temporary, final, content, best):
+        if content["step"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(self, temporary, final, content, best)
+
+    monkeypatch.setattr(trainer.checkpoint.Checkpoints, "_publish", fail_at_two)
+    with pytest.raises(PackError, match=r"cannot write a checkpoint \(No space left on device\).*--resume"):
+        run("full", save_every=1)
+    monkeypatch.undo()
+    _, lines = run("full", resume=True, save_every=1)
+    assert column(lines, "loss") == column(run("whole")[1], "loss")
 
 
 def test_a_resumed_run_keeps_its_packs_per_step_and_says_what_it_leaves_out(run, capsys):
