@@ -38,6 +38,7 @@ TRAIN_OPTIONS: list[tuple[str, Any, str]] = [
     ("z_loss", float, "Weight of the squared log-partition term."),
     ("order", str, "Order of packs; cost-grouped evens out many ranks."),
     ("last_step", str, "Packs that do not fill an epoch's last step: leave out, or fill up."),
+    ("largest_first", None, "Begin with the step that needs most memory: too large a batch fails at once."),
     ("mix", str, "Weights of named sources, such as web=0.7,code=0.3."),
     ("mix_by", str, "What the weights of --mix count."),
     ("mix_stop", str, "Source whose end is a mixed epoch's end."),

@@ -88,10 +88,13 @@ def test_three_documents_in_a_row_have_19_attention_pairs_and_not_45(abc):
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_a_mask_of_ones_changes_nothing_and_any_real_mask_is_refused(abc, tmp_path, model_type):
     """huggingface/transformers#46634"""
-    model = load_model(write_config(tmp_path / "model.json", model_type)).model.eval()
+    model = load_model(write_config(tmp_path / "model.json", model_type)).model.eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(3)  # fresh weights are so small that attention hardly matters
     batch = batch_of(abc)
     ids, given = batch["input_ids"], {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     given |= {"cu_seq_lens_q": batch["cu_seqlens"], "max_length_q": batch["max_seqlen"], "use_cache": False}
+    leaking = model(**given | {"cu_seq_lens_q": torch.tensor([0, 9], dtype=torch.int32), "max_length_q": 9}).logits
     bare, masked = model(**given).logits, model(**given, attention_mask=torch.ones_like(ids)).logits
     with pytest.raises(PackError, match="got an attention mask"):
         model(**given, attention_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool))
@@ -99,6 +102,7 @@ def test_a_mask_of_ones_changes_nothing_and_any_real_mask_is_refused(abc, tmp_pa
     alone = torch.cat([model(input_ids=torch.tensor([each])).logits[0] for each in (A, B, C)])
     for logits in (bare, masked):
         torch.testing.assert_close(logits[0], alone, rtol=1e-5, atol=1e-5)
+    assert (leaking[0] - alone).abs().max() > 1e-3
 
 
 def test_a_batch_holds_no_mask_that_could_be_summed_or_compared_with_one(abc):
