@@ -45,6 +45,8 @@ def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:
     Raises:
         PackError: They differ, and `force` is off.
     """
+    if Path(model).suffix == ".json":  # random weights: no tokenizer is theirs
+        return []
     ours, theirs = dataset.path / "tokenizer" / "tokenizer.json", _tokenizer_file(model)
     if theirs is None or not ours.exists():
         return ["tokenizer: the model brings none to compare the dataset's with"]
@@ -59,8 +61,6 @@ def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:
 
 
 def _tokenizer_file(model: str) -> Path | None:
-    if Path(model).suffix == ".json":
-        return None
     if Path(model).is_dir():
         file = Path(model) / "tokenizer.json"
         return file if file.exists() else None

@@ -108,7 +108,6 @@ class Metrics:
         if start and path.exists():
             kept = [line for line in path.read_text().splitlines() if _step(line) <= start]
         path.write_text("".join(line + "\n" for line in kept))
-        self._file = path.open("a")
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -119,6 +118,7 @@ class Metrics:
             except ImportError as error:
                 raise PackError("--wandb: wandb is not installed. Run pip install wandb.") from error
             self._wandb = wandb.init(project=config.wandb, dir=str(out), config=config.to_dict(), resume="allow")
+        self._file = path.open("a")
         console = Console(stderr=True)
         if config.progress if config.progress is not None else console.is_terminal:
             self._progress = Progress(

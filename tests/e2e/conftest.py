@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import random
 import runpy
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ PROCESS = str(Path(__file__).parent / "train_process.py")
 def processes() -> Any:
     """The context that new processes come from."""
     context = multiprocessing.get_context("forkserver")
+    multiprocessing.forkserver._forkserver._stop()  # a build may have started one that has not the same imports
     context.set_forkserver_preload(["trainer.loop", "transformers.models.llama.modeling_llama"])
     return context
 

@@ -1,11 +1,14 @@
 """The commands' flags are the config's fields, and a model is judged by exit code."""
 
 import json
+import sys
 from dataclasses import fields
 
+import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
+from trainer.cli import main as cli_main
 from trainer.cli import train
 from trainer.config import TrainConfig
 
@@ -46,3 +49,28 @@ def test_a_safe_model_is_accepted_and_an_unsafe_one_refused(model_config):
     missing = CliRunner().invoke(main, ["check-model", "/nowhere/at/all.json"])
     assert missing.exit_code == 1
     assert len(missing.stderr.splitlines()) == 1
+
+
+def test_the_module_prints_a_fault_as_one_line_and_exits_with_1(monkeypatch, tmp_path):
+    arguments = [
+        "trainer",
+        str(tmp_path / "nothing"),
+        "--model",
+        "m",
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+    ]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit, match=r"Error: .*nothing: is not a shardpack dataset"):
+        cli_main()
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_that_is_missing_is_named(dataset, model_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    flags = ["--model", model_config(), "--out", str(tmp_path / "run"), "--device", "cpu", "--wandb", "project"]
+    result = CliRunner().invoke(main, ["train", str(dataset.path), *flags])
+    assert result.exit_code == 1
+    assert "--wandb: wandb is not installed" in result.stderr
