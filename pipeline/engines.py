@@ -45,7 +45,7 @@ class Worker:
 
 
 def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
-    """Run windows in processes (spawned, unless the program chose another way), or in this one where one suffices."""
+    """Run windows in processes, or in this one where one suffices."""
     if workers == 1:
         worker = Worker(job)
         for task in tasks:
@@ -73,7 +73,7 @@ class _Crew:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "spawn")
+        context = _context()
         self.progress: Any = context.Array("q", 3)  # a new one each time: a worker may die with the lock in its hands
         arguments = (self.job, self.progress)
         self.pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=arguments)
@@ -139,6 +139,16 @@ class _Crew:
             process.terminate()
         for process in processes:
             process.join()
+
+
+def _context() -> Any:
+    """Return how this program starts processes; where it chose no way, from a server that has our imports ready."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method is not None or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context(method or "spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 _progress: Any = None
