@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
@@ -98,8 +99,12 @@ def train(as_json: bool, **flags: Any) -> None:
     flags["lora_targets"] = tuple(filter(None, flags["lora_targets"].split(",")))
     flags["freeze"] = tuple(flags["freeze"])
     config = TrainConfig(**flags)
+    from transformers.utils import logging
+
     from trainer.loop import train as run
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     result = run(config)
     if not result.is_main:
         return
@@ -138,6 +143,76 @@ def check_model(ctx: click.Context, model: str, as_json: bool) -> None:
     click.echo(json.dumps(asdict(report), default=str) if as_json else report.text())
     if not report.accepted:
         ctx.exit(1)
+
+
+BENCH_OPTIONS: list[tuple[str, Any, str]] = [
+    ("model", str, "Model name, directory or config JSON. [default: the demo's small Llama]"),
+    ("tokenizer", str, "Tokenizer of a SOURCE. [default: the model's]"),
+    ("text_field", str, "Field of a SOURCE with the text. [default: text]"),
+    ("seq_len", int, "Capacity of a pack, in tokens, for a SOURCE. [default: 1024]"),
+    ("batch", int, "Documents in a padded micro-batch. [default: 16]"),
+    ("tokens_per_batch", int, "Most tokens of other micro-batches. [default: what --batch documents have on average]"),
+    ("steps", int, "Optimizer steps. [default: 10]"),
+    ("dtype", str, "bf16 or fp32. [default: bf16 on a GPU, else fp32]"),
+    ("device", str, "cuda, mps or cpu. [default: the best there is]"),
+    ("seed", int, "Seed of the choice of documents and of random weights. [default: 0]"),
+]
+
+
+def _bench_options(command: Command) -> Command:
+    for name, kind, text in reversed(BENCH_OPTIONS):
+        command = click.option(flag(name), name, type=kind, help=text)(command)
+    return command
+
+
+@click.command()
+@click.argument("data", required=False, metavar="[DATASET|SOURCE]")
+@click.option("--preset", type=click.Choice(["distilgpt2-wikitext2"]), help="Settings of a well-known exercise.")
+@click.option("--strategies", help="Ways of feeding, with commas. [default: all]")
+@_bench_options
+@click.option("--html", type=click.Path(dir_okay=False), help="Also write a page that opens offline.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def bench(preset: str | None, strategies: str | None, html: str | None, as_json: bool, **flags: Any) -> None:
+    """Compare padding, buckets and packing on this machine.
+
+    The same documents go through every way of feeding, from the same weights; the losses must agree. Without arguments
+    it runs on the demo's corpus and model. A preset is changed by any flag beside it, such as local directories.
+
+    \b
+    Example:
+      pack bench data/corpus --model ./model --html bench.html
+      pack bench --preset distilgpt2-wikitext2
+    """
+    from trainer.bench import PRESETS, BenchConfig, run_bench, show, write_page
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    if strategies is not None:
+        given["strategies"] = tuple(name.strip() for name in strategies.split(",") if name.strip())
+    result = run_bench(BenchConfig(**(PRESETS.get(preset or "", {}) | given)), lambda line: click.echo(line, err=True))
+    if html:
+        write_page(result, html)
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        show(result)
+
+
+@click.command()
+@click.option("--out", default="demo", show_default=True, type=click.Path(), help="Directory for everything it makes.")
+@click.option("--steps", type=int, default=40, show_default=True, help="Training steps.")
+def demo(out: str, steps: int) -> None:
+    """Show the whole way on a corpus that every Python has.
+
+    Builds, verifies and inspects a dataset of this Python's standard library, trains a small model on it, compares ways
+    of feeding, and generates a line of text. Needs no network; a second run reuses what is there.
+
+    \b
+    Example:
+      pack demo --out demo
+    """
+    from trainer.demo import DemoConfig, run_demo
+
+    run_demo(DemoConfig(out=out, steps=steps))
 
 
 def main() -> None:

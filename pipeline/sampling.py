@@ -1,0 +1,99 @@
+"""A corpus sampled into packs in memory: text from random places, as tokens, nothing written.
+
+For measurements that need a few million tokens of a corpus of any size. Chunks are small, so that a sample of a large
+corpus comes from many places; documents are cut and packed as a build would do it.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from pipeline.config import RecordOptions
+from pipeline.cutting import cut
+from pipeline.documents import make_documents
+from pipeline.packing import PACKERS
+from pipeline.records import WindowReader
+from pipeline.sources import cut_windows, enumerate_streams, resolve_specs
+from pipeline.streams import stream_parts
+from pipeline.tokenizing import Encoder
+from shards.errors import PackError
+
+CHUNK_BYTES = 256 << 10
+Pack = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def sample_documents(
+    specs: tuple[str, ...],
+    encoder: Encoder,
+    options: RecordOptions,
+    seq_len: int,
+    seed: int,
+    enough: Callable[[int, int], bool],
+) -> list[Pack]:
+    """Read text until there is enough.
+
+    Args:
+        specs: SOURCE arguments.
+        encoder: The tokenizer.
+        options: How a record becomes a document; kind text.
+        seq_len: Most tokens of a segment.
+        seed: Of the places.
+        enough: Tells from the number of segments and of tokens so far whether to stop.
+
+    Returns:
+        Segments in random order, each a row of its own: input_ids, position_ids, loss_mask, cu_seqlens.
+
+    Raises:
+        PackError: There is no text.
+    """
+    segments: list[Pack] = []
+    tokens = 0
+    for ids in _documents(specs, encoder, options, seed):
+        pieces = cut(np.array([len(ids)], np.int64), seq_len, options.overlong_policy)
+        for start, length in zip(pieces.start.tolist(), pieces.length.tolist(), strict=True):
+            segments.append(alone(ids[start : start + length]))
+            tokens += length
+        if enough(len(segments), tokens):
+            break
+    if not segments:
+        raise PackError(f"{', '.join(specs)}: no text to read; expected documents. Check --text-field.")
+    random.Random(seed).shuffle(segments)
+    return segments
+
+
+def _documents(specs: tuple[str, ...], encoder: Encoder, options: RecordOptions, seed: int) -> Iterator[np.ndarray]:
+    sources = resolve_specs(specs, options)
+    windows, _ = cut_windows(sources, CHUNK_BYTES)
+    random.Random(seed).shuffle(windows)
+    readers = (WindowReader(sources[window.source], window.slices, on_error="skip") for window in windows)
+    streams = (
+        WindowReader(sources[number], (piece,), on_error="skip", payload=payload)
+        for number, file in enumerate_streams(sources)
+        for piece, payload in stream_parts(sources[number], file, CHUNK_BYTES)
+    )
+    for group in (readers, streams):
+        for reader in group:
+            for batch in reader:
+                made, _ = make_documents(batch, encoder, options, on_error="skip")
+                yield from np.split(made.input_ids, made.offsets[1:-1])
+
+
+def alone(ids: np.ndarray) -> Pack:
+    """Return a document of plain text as a row of its own: every token but the first is a target."""
+    mask = np.ones(len(ids), np.uint8)
+    mask[0] = 0
+    return ids, np.arange(len(ids), dtype=np.int32), mask, np.array([0, len(ids)], np.int32)
+
+
+def pack_rows(segments: list[Pack], seq_len: int, seed: int) -> list[Pack]:
+    """Pack rows of one segment with the default packer, and shuffle the packs."""
+    lengths = np.array([len(ids) for ids, *_ in segments], np.int32)
+    bins = PACKERS["auto"](lengths, seq_len, seed=seed)
+    packs = []
+    for members in np.split(bins.order, bins.offsets[1:-1]):
+        columns = list(zip(*(segments[i] for i in members), strict=True))
+        ids, positions, mask = (np.concatenate(column) for column in columns[:3])
+        packs.append((ids, positions, mask, np.cumsum([0, *lengths[members]], dtype=np.int32)))
+    random.Random(seed).shuffle(packs)
+    return packs
