@@ -17,8 +17,9 @@ from pipeline.config import BuildConfig, RecordOptions
 from pipeline.gather import WindowTokens
 from pipeline.records import WindowReader
 from pipeline.sources import Source, resolve
+from pipeline.stages import Stages
 from pipeline.tokenizing import Encoder
-from pipeline.window import Stages, read_documents
+from pipeline.window import read_documents
 from shards.plan import Plan
 from shards.reader import Dataset
 from shards.rules import Report

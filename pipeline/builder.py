@@ -107,7 +107,7 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
         return done
     sizes = [file.bytes for source in job.sources for file in source.files]
     progress.begin(None if None in sizes else sum(size or 0 for size in sizes))
-    num_windows = len(job.plan["windows"]) if config.finalize else _run(job, config, store, progress)
+    num_windows, wait_s = (len(job.plan["windows"]), 0.0) if config.finalize else _run(job, config, store, progress)
     there = store.sizes("shards")
     missing = sum(f"{number:08d}.json" not in there for number in range(num_windows))
     if missing and config.windows and not config.finalize:
@@ -122,7 +122,16 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
         )
         _redo(job, config, survey.suspects, progress)
         survey = _survey(store, config, num_windows)
-    return _commit(store, job, config, survey, num_windows, begin)
+    facts = {
+        "shardpack": metadata.version("shardpack"),
+        "host": platform.node(),
+        "engine": config.engine,
+        "workers": config.workers,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.time() - begin, 3),
+        "stages_s": {"wait": round(wait_s, 6)},
+    }
+    return _commit(store, job, survey, num_windows, facts)
 
 
 def make_plan(
@@ -224,8 +233,9 @@ def _finished(store: Store, job: Job) -> Record | None:
     return manifest if manifest is not None and manifest["plan_id"] == job.plan_id else None
 
 
-def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> int:
-    """Run what is missing; return the number of windows of the whole dataset."""
+def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> tuple[int, float]:
+    """Run what is missing; return the number of windows of the dataset, and the seconds that workers had no work."""
+    begin, busy_s = time.perf_counter(), 0.0
     tally = _Tally(config.max_rejected)
     stream = _Stream(job.plan, job.sources)
 
@@ -242,7 +252,8 @@ def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> int
     workers = config.workers if stream.files else max(1, min(config.workers, len(planned)))
     for record in ENGINES[config.engine](job, unfinished(chain(planned, stream)), workers, progress.tick):
         tally.add(record["counts"])
-    return stream.next_window
+        busy_s += record["busy_s"]
+    return stream.next_window, max(0.0, workers * (time.perf_counter() - begin) - busy_s)
 
 
 def _redo(job: Job, config: BuildConfig, suspects: set[int], progress: Progress) -> None:
@@ -369,17 +380,9 @@ def _survey(store: Store, config: BuildConfig, num_windows: int) -> _Survey:
     return _Survey(totals, kept, suspects, lied)
 
 
-def _commit(store: Store, job: Job, config: BuildConfig, survey: _Survey, num_windows: int, begin: float) -> Record:
+def _commit(store: Store, job: Job, survey: _Survey, num_windows: int, facts: Record) -> Record:
     """Write index and manifest, and clear what crashed attempts left behind."""
     _check_totals(survey.totals, job.sources)
-    facts = {
-        "shardpack": metadata.version("shardpack"),
-        "host": platform.node(),
-        "engine": config.engine,
-        "workers": config.workers,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": round(time.time() - begin, 3),
-    }
     try:
         for name in store.sizes("shards"):
             if f"shards/{name}" not in survey.kept:

@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any
 
+from pipeline.stages import Stages
 from pipeline.stores import open_store
 from pipeline.tokenizing import Encoder
 from pipeline.window import Job, Task, Tick, run_window
@@ -37,11 +38,12 @@ class Worker:
 
     def run(self, task: Task, tick: Tick) -> Record:
         """Build one window."""
-        special = self.job.sources[task.source].options.parse_special
+        special, stages = self.job.sources[task.source].options.parse_special, Stages()
         if special not in self.encoders:
             files, engine = self.job.tokenizer_files, self.job.tokenizer_engine
-            self.encoders[special] = Encoder(files, engine=engine, parse_special=special)
-        return run_window(self.job, task, self.store, self.encoders[special], tick)
+            with stages.time("load"):
+                self.encoders[special] = Encoder(files, engine=engine, parse_special=special)
+        return run_window(self.job, task, self.store, self.encoders[special], stages, tick)
 
 
 def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:

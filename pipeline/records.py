@@ -7,6 +7,7 @@ read, the JSON form of the values. `parsing.py` says what a record is, this file
 """
 
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,8 @@ class WindowReader:
         self.spans: list[Span] = []
         self._slices, self._payload = slices, payload
         self._kept_chars = 0
+        self.spent: Callable[[str, float], None] = lambda stage, seconds: None
+        "Told the seconds of parsing and hashing, which are part of iterating."
         self._hash = xxhash.xxh3_128()
         self._lines_to = (-1, 0, 0)  # file, byte offset, lines before it
 
@@ -139,6 +142,7 @@ class WindowReader:
             return chunks[number].locate(index - first - starts[number])
 
         form = chunks[0].form
+        begin = time.perf_counter()
         values, indices = form.many(raws), np.arange(first, self.num_records)
         if values is None:
             values, kept = [], []
@@ -149,6 +153,7 @@ class WindowReader:
                 except BadRecord as bad:
                     self._refuse(index, where(index), str(bad), raw)
             indices = np.array(kept, dtype=np.int64)
+        self.spent("parse", time.perf_counter() - begin)
         size = sum(chunk.size for chunk in chunks)
         self.raw_bytes += size
 
@@ -156,6 +161,11 @@ class WindowReader:
             self._refuse(index, where(index), reason, raws[index - first])
 
         return RecordBatch(values, indices, size, where, reject)
+
+    def _note(self, raw: bytes) -> None:
+        begin = time.perf_counter()
+        self._hash.update(raw)
+        self.spent("hash", time.perf_counter() - begin)
 
     def _refuse(self, index: int, where: str, reason: str, raw: Any) -> None:
         if self.on_error == "fail":
@@ -179,7 +189,7 @@ class WindowReader:
             elif file.format == "text" and options.text_unit == "file":
                 with open_source(file.location) as stream:
                     data = stream.read()
-                self._hash.update(data)
+                self._note(data)
                 yield _Chunk([data], len(data), text_form(options), lambda _: file.name)
             else:
                 yield from self._byte_range(file, piece)
@@ -223,7 +233,7 @@ class WindowReader:
         starts_file: bool = False,
     ) -> _Chunk:
         """Split whole lines; `begin` gives, when asked, the unit to count in and how many came before."""
-        self._hash.update(data)
+        self._note(data)
         body = data.removeprefix(BOM) if starts_file else data
         lines = [line for line in body.split(b"\n") if line and not line.isspace()]
 
@@ -264,7 +274,7 @@ class WindowReader:
         with reading_as(file.format.capitalize(), file.name):
             for batch, row, size in _tables(file, piece, options.text_field if options.kind == "text" else None):
                 raws = _values(batch.column(0)) if options.kind == "text" else batch.to_pylist()
-                self._hash.update(_canonical(raws))
+                self._note(_canonical(raws))
                 yield _Chunk(raws, size, form, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
 
 

@@ -7,10 +7,8 @@ window. Peak memory is a small multiple of the window's bytes, whatever the size
 
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from pipeline.gather import WindowTokens, count_targets, gather
 from pipeline.packing import PACKERS, lower_bound
 from pipeline.records import Rejected, WindowReader
 from pipeline.sources import Slice, Source
+from pipeline.stages import Stages
 from pipeline.tokenizing import Encoder
 from shards.errors import PackError
 from shards.manifest import LONGEST, empty_counts, length_histogram, sidecar_name
@@ -63,23 +62,7 @@ class Job:
     on_error: str
 
 
-@dataclass
-class Stages:
-    """Seconds by stage."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to stage `name`."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-
-
-def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick) -> dict[str, Any]:
+def run_window(job: Job, task: Task, store: Store, encoder: Encoder, stages: Stages, tick: Tick) -> dict[str, Any]:
     """Build, publish and commit one window.
 
     Args:
@@ -87,12 +70,12 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
         task: This window.
         store: Where to publish.
         encoder: The process's tokenizer.
+        stages: Where the seconds of each stage are added.
         tick: Called as documents are done.
 
     Returns:
-        What the driver keeps count of: window, counts, raw_bytes.
+        What the driver keeps count of: window, counts, raw_bytes, busy_s.
     """
-    stages = Stages()
     source = job.sources[task.source]
     reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
     trusted = not encoder.guard_failed
@@ -117,7 +100,7 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
     overlong = np.flatnonzero(lengths > layout.seq_len)
     longest = overlong[np.argsort(-lengths[overlong], kind="stable")[:LONGEST]]
     with stages.time("write"):
-        shard = write_shard(store, layout, job.plan_id, task.window, rows)
+        shard = write_shard(store, layout, job.plan_id, task.window, rows, spent=stages.inside("write"))
     sidecar = {
         "format": FORMAT,
         "version": VERSION,
@@ -139,12 +122,13 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, tick: Tick)
             "tokenizer": encoder.facts(),
             "host": platform.node(),
             "pid": os.getpid(),
-            "stages_s": stages.seconds,
+            "stages_s": {name: round(seconds, 6) for name, seconds in stages.seconds.items()},
         },
     }
     with stages.time("write"):
         store.put(sidecar_name(task.window), seal(sidecar))
-    return {name: sidecar[name] for name in ("window", "counts", "raw_bytes")}
+    kept = {name: sidecar[name] for name in ("window", "counts", "raw_bytes")}
+    return kept | {"busy_s": sum(stages.seconds.values())}
 
 
 def _rejected(entry: Rejected, window: int) -> dict[str, Any]:
@@ -157,6 +141,7 @@ def read_documents(
     """Read and tokenize a window; return its documents, and how many records gave none, by reason."""
     parts: list[Documents] = []
     dropped: dict[str, int] = {}
+    reader.spent = stages.inside("read")
     batches = iter(reader)
     while True:
         with stages.time("read"):

@@ -120,7 +120,7 @@ def commit(
     sources: dict[str, Record] = {source["name"]: _new_source(source["name"]) for source in plan["sources"]}
     rejected: list[bytes] = []
 
-    stages: Record = {}
+    stages: Record = facts.get("stages_s", {})
     engines: dict[bytes, Record] = {}
 
     def index_batches() -> Iterator[pa.RecordBatch]:

@@ -7,6 +7,8 @@ final name.
 """
 
 import base64
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -16,6 +18,8 @@ import xxhash
 
 from shards.publish import Store, fsync, write
 from shards.schema import BATCH_TOKENS, FORMAT, INDEX_SCHEMA, VERSION, Layout
+
+Spent = Callable[[str, float], None]  # takes the name of a stage and seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +117,8 @@ def _array(values: np.ndarray) -> pa.Array:
 class _HashingFile:
     """What pyarrow writes to: passes bytes on and hashes them."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
+    def __init__(self, file: IO[bytes], spent: Spent) -> None:
+        self.file, self.spent = file, spent
         self.hash = xxhash.xxh3_128()
         self.bytes = 0
         self.closed = False
@@ -122,7 +126,9 @@ class _HashingFile:
     def write(self, data: Any) -> int:
         view = memoryview(data)
         write(self.file, view)
+        begin = time.perf_counter()
         self.hash.update(view)
+        self.spent("hash", time.perf_counter() - begin)
         self.bytes += view.nbytes
         return view.nbytes
 
@@ -133,7 +139,9 @@ class _HashingFile:
         self.closed = True
 
 
-def write_stream(store: Store, name: str, schema: pa.Schema, batches: Any) -> tuple[str, dict[str, Any]]:
+def write_stream(
+    store: Store, name: str, schema: pa.Schema, batches: Any, spent: Spent = lambda *_: None
+) -> tuple[str, dict[str, Any]]:
     """Write an Arrow stream aside, fsync it, and publish it.
 
     Args:
@@ -141,6 +149,7 @@ def write_stream(store: Store, name: str, schema: pa.Schema, batches: Any) -> tu
         name: Final name; `{hash}` in it becomes the first 16 digits of the content hash.
         schema: Schema of the stream.
         batches: Iterable of record batches.
+        spent: Told the seconds that hashing takes.
 
     Returns:
         The final name, and its `bytes` and `xxh3_128`.
@@ -148,7 +157,7 @@ def write_stream(store: Store, name: str, schema: pa.Schema, batches: Any) -> tu
     scratch = store.scratch(name.rsplit("/", 1)[-1].replace("{hash}", "new"))
     try:
         with scratch.open("wb", buffering=0) as file:
-            sink = _HashingFile(file)
+            sink = _HashingFile(file, spent)
             with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), schema) as stream:
                 for batch in batches:
                     stream.write_batch(batch)
@@ -162,7 +171,13 @@ def write_stream(store: Store, name: str, schema: pa.Schema, batches: Any) -> tu
 
 
 def write_shard(
-    store: Store, layout: Layout, plan_id: str, window: int, rows: Rows, batch_tokens: int = BATCH_TOKENS
+    store: Store,
+    layout: Layout,
+    plan_id: str,
+    window: int,
+    rows: Rows,
+    batch_tokens: int = BATCH_TOKENS,
+    spent: Spent = lambda *_: None,
 ) -> dict[str, Any]:
     """Publish `rows` as the shard of `window`.
 
@@ -172,7 +187,7 @@ def write_shard(
     metadata = {"format": FORMAT, "version": str(VERSION), "plan_id": plan_id, "window": str(window)}
     schema = layout.schema(metadata)
     name, written = write_stream(
-        store, f"shards/{window:08d}-{{hash}}.arrow", schema, rows.batches(layout, schema, batch_tokens)
+        store, f"shards/{window:08d}-{{hash}}.arrow", schema, rows.batches(layout, schema, batch_tokens), spent
     )
     counts = {"rows": len(rows), "tokens": int(rows.token_offsets[-1]), "segments": int(rows.segment_offsets[-1])}
     return {"file": name} | written | counts
