@@ -143,8 +143,18 @@ def _text_suffix(spec: TokenizerSpec, options: RecordOptions) -> list[int]:
     """Return what ends a text: the tokenizer's own suffix, and EOS once where it is wanted."""
     if not options.add_eos:
         return [token for token in spec.suffix_ids if token != spec.eos_id]
-    has_eos = spec.eos_id is None or spec.eos_id in spec.suffix_ids
-    return [*spec.suffix_ids] if has_eos or spec.eos_id is None else [*spec.suffix_ids, spec.eos_id]
+    ends = spec.suffix_ids and (spec.eos_id is None or spec.eos_id in spec.suffix_ids)
+    return [*spec.suffix_ids] if ends else [*spec.suffix_ids, _eos(spec)]
+
+
+def _eos(spec: TokenizerSpec) -> int:
+    """Return the id of EOS; without one, documents would not end, and a model would not learn to stop."""
+    if spec.eos_id is None:
+        raise PackError(
+            "the tokenizer names no EOS to end documents with; expected eos_token in its tokenizer_config.json. "
+            "Name it there, or pass --no-eos."
+        )
+    return spec.eos_id
 
 
 class _Maker:
@@ -196,7 +206,7 @@ class _Maker:
             and last.id in {*self.closing, self.spec.eos_id}
             and not rendering.text[last.stop :].strip()
         )
-        return rendering if ends or not self.options.add_eos else replace(rendering, eos_id=self.spec.eos_id)
+        return rendering if ends or not self.options.add_eos else replace(rendering, eos_id=_eos(self.spec))
 
     def _trains_prompt(self) -> bool:
         train_on = self.options.train_on

@@ -12,6 +12,7 @@ from numba import njit
 
 from pipeline.cutting import Segments
 from pipeline.packing import Bins
+from shards.errors import PackError
 from shards.schema import Layout
 from shards.writer import Rows
 
@@ -41,7 +42,16 @@ def gather(documents: WindowTokens, segments: Segments, bins: Bins, layout: Layo
         segments: Pieces of documents, each at most `layout.seq_len` tokens.
         bins: Which segments share a pack.
         layout: Column types.
+
+    Raises:
+        PackError: A token id or an offset is beyond its column's type, which would store another number.
     """
+    largest, farthest = int(documents.input_ids.max(initial=0)), int(segments.start.max(initial=0))
+    if largest > layout.max_token_id or farthest > np.iinfo(np.int32).max:
+        raise PackError(
+            f"token id {largest:,}, {farthest:,} tokens into a document; expected ids up to the tokenizer's largest, "
+            f"{layout.max_token_id:,}, and less than 2^31 tokens. Look for a damaged tokenizer or record."
+        )
     order = bins.order
     lengths = segments.length[order].astype(np.int64)
     segment_offsets = bins.offsets.astype(np.int64)

@@ -14,6 +14,9 @@ import orjson
 from pipeline.corpus_files import is_url, open_source
 from shards.errors import SourceError
 
+CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
+STREAM_END = CONTINUES + bytes(4)
+
 
 def saved_files(path: str) -> list[str] | None:
     """Return the Arrow files of a `save_to_disk` folder, in its own order; None for other directories.
@@ -133,13 +136,18 @@ def ipc_batches(source: Any) -> Iterator[Any]:
     """Yield the record batches of an Arrow IPC stream or file, opened by pyarrow."""
     import pyarrow as pa
 
-    is_file = source.read(6) == b"ARROW1"
+    head = source.read(6)
     source.seek(0)
-    if is_file:
+    if head == b"ARROW1":
         reader = pa.ipc.open_file(source)
         yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-    else:
-        yield from pa.ipc.open_stream(source)
+        return
+    if head.startswith(CONTINUES):  # not the older form, whose end is harder to tell from data
+        source.seek(max(0, source.size() - 8))
+        if source.read(8) != STREAM_END:  # cut between two batches it would read as a whole, shorter stream
+            raise pa.ArrowInvalid("the mark at the end of the stream is missing, the file seems cut off")
+        source.seek(0)
+    yield from pa.ipc.open_stream(source)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 FILES = (JSON, CONFIG, "special_tokens_map.json", TEMPLATE)
+MODEL = "config.json"
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -90,15 +91,31 @@ def read_files(name_or_dir: str) -> dict[str, bytes]:
     if path.name == JSON and path.is_file():
         path = path.parent
     if path.is_dir():
-        files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
-        return files if JSON in files else _convert(name_or_dir)
+        files = {name: (path / name).read_bytes() for name in (*FILES, MODEL) if (path / name).is_file()}
+        return _with_eos(files, name_or_dir) if JSON in files else _convert(name_or_dir)
     if path.exists() or path.is_absolute() or name_or_dir.startswith((".", "~")) or name_or_dir.count("/") > 1:
         raise TokenizerError(
             f"--tokenizer: no directory {name_or_dir!r}; expected one that holds tokenizer.json, or a hub name. "
             "Check the path."
         )
     files = _download(name_or_dir)
-    return files if JSON in files else _convert(name_or_dir)
+    return _with_eos(files, name_or_dir) if JSON in files else _convert(name_or_dir)
+
+
+def _with_eos(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
+    """Leave out the model's configuration, but for the EOS that it alone may name (as in GPT-2's repository)."""
+    kept = {name: content for name, content in files.items() if name != MODEL}
+    config = _config(kept, where)
+    if MODEL not in files or "eos_token" in config:
+        return kept
+    try:
+        named = orjson.loads(files[MODEL]).get("eos_token_id")
+    except (orjson.JSONDecodeError, AttributeError):
+        return kept
+    wanted = named[0] if isinstance(named, list) and named else named
+    ids = vocabulary(parse(kept[JSON], f"{where}/{JSON}"))
+    texts = [text for text, index in ids.items() if index == wanted and wanted is not None]
+    return kept | ({CONFIG: orjson.dumps({**config, "eos_token": texts[0]})} if texts else {})
 
 
 def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> TokenizerSpec:
@@ -290,7 +307,7 @@ def _download(name: str) -> dict[str, bytes]:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     files = {}
-    for file in FILES:
+    for file in (*FILES, MODEL):
         try:
             files[file] = Path(hf_hub_download(name, file)).read_bytes()
         except LocalEntryNotFoundError as error:  # no network and not in the cache

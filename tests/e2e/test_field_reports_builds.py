@@ -19,10 +19,13 @@ import shards.reader
 from pipeline import BuildConfig, RecordOptions, build
 from pipeline.cli import main
 from pipeline.cutting import cut
+from pipeline.gather import WindowTokens, gather
+from pipeline.packing import PACKERS
 from pipeline.sources import resolve_specs
 from pipeline.streams import stream_parts
 from shards import Dataset, PackError, verify
 from shards.order import StepOrder
+from shards.schema import Layout
 from trainer import PackLoader
 
 
@@ -71,6 +74,45 @@ def test_tokens_in_are_tokens_packed_and_tokens_reported(build_words):
     )
     assert split == {"read": 14, "packed": 14, "lost": {}}
     assert truncated == {"read": 14, "packed": 12, "lost": {"truncated": 2}}
+
+
+def test_a_document_ends_in_eos_or_the_build_says_that_it_cannot(words_dir, tmp_path):
+    """huggingface/trl#1623: the model never learned to stop. The files of GPT-2's tokenizer name no EOS, only its
+    model's configuration does"""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes((Path(words_dir) / "tokenizer.json").read_bytes())
+    (tokenizer / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    source = tmp_path / "c.jsonl"
+    source.write_text('{"text": "w11 w12"}\n')
+
+    def made(name: str, *flags: str):
+        arguments = "build", source, "--tokenizer", tokenizer, "--seq-len", 8, "--out", tmp_path / name, *flags
+        return run(*arguments), tmp_path / name
+
+    refused, _ = made("none")
+    assert refused.exit_code == 1
+    assert "the tokenizer names no EOS to end documents with" in refused.stderr
+    assert Dataset(made("asked", "--no-eos")[1])[0]["input_ids"].tolist() == [11, 12]
+    (tokenizer / "config.json").write_text('{"model_type": "gpt2", "eos_token_id": 2}')
+    _, named = made("named")
+    assert Dataset(named)[0]["input_ids"].tolist() == [11, 12, 2]
+    assert json.loads((named / "tokenizer" / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
+    assert run("verify", named, "--against", source).exit_code == 0
+
+
+def test_columns_may_be_missing_null_or_elsewhere_but_the_texts_own_is_named(words_dir, tmp_path):
+    """huggingface/datasets#7092: a cast error deep inside, the schema guessed from the first file"""
+    records = [{"text": "w11"}, {"text": "w12", "meta": None}, {"meta": 1, "text": "w13"}, {"txt": "w14"}]
+    for number, record in enumerate(records):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(record | {"id": number}) + "\n")
+    flags = "--tokenizer", words_dir, "--seq-len", 8
+    sources = [tmp_path / f"{number}.jsonl" for number in range(4)]
+    assert run("build", *sources[:3], *flags, "--out", tmp_path / "out").exit_code == 0
+    assert totals(Dataset(tmp_path / "out"))["documents"]["packed"] == 3
+    failed = run("build", *sources, *flags, "--out", tmp_path / "bad")
+    assert failed.exit_code == 1
+    assert "3.jsonl, line 1: no field 'text', only 'txt', 'id'" in failed.stderr
 
 
 def test_a_conversation_is_never_split_unless_asked_for(build_words):
@@ -195,6 +237,20 @@ def test_rows_stay_readable_when_their_shard_is_unmapped_for_others(write_datase
     assert len(dataset._maps) == 2
     assert [(ids.tolist(), cu.tolist()) for ids, _, _, cu in held] == expected
     assert len(expected) == 12
+
+
+@pytest.mark.parametrize("max_id", [65_535, 65_536, 131_071])
+def test_an_id_is_stored_as_it_is_or_refused(max_id):
+    """huggingface/transformers#2825: 45 % of a vocabulary wrapped around in 16 bits"""
+    tokens = np.array([0, 65_535, 65_536, 131_071], np.int32)
+    documents = WindowTokens(tokens, np.ones(4, np.uint8), np.array([0, 4]), np.arange(1))
+    segments = cut(np.array([4]), 8, "split")
+    arguments = documents, segments, PACKERS["next-fit"](segments.length, 8), Layout(seq_len=8, max_token_id=max_id)
+    if max_id == 131_071:
+        assert gather(*arguments).input_ids.tolist() == tokens.tolist()
+    else:
+        with pytest.raises(PackError, match=f"token id 131,071.*the tokenizer's largest, {max_id:,}"):
+            gather(*arguments)
 
 
 def test_offsets_above_two_to_the_31_are_exact():

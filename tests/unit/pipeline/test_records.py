@@ -27,8 +27,8 @@ def read(
     """Write a file and read it as one window."""
     (tmp_path / name).write_bytes(content)
     (source,) = resolve_specs([str(tmp_path / name)], options)
-    (window,) = cut_windows([source])[0]
-    reader = WindowReader(source, window.slices, on_error=on_error)
+    slices = [piece for window in cut_windows([source])[0] for piece in window.slices]
+    reader = WindowReader(source, slices, on_error=on_error)
     return [value for batch in reader for value in batch.values], reader
 
 
@@ -351,6 +351,20 @@ def test_a_damaged_table_is_a_named_error_or_reads(tmp_path_factory, kind, place
         message = f"a.{kind}"
     assert message.startswith(f"a.{kind}")
     assert "\n" not in message
+
+
+def test_an_arrow_stream_that_was_cut_between_two_batches_is_no_shorter_stream(tmp_path):
+    table = pa.table({"text": ["one", "two", "three"] * 20})
+    with pa.ipc.new_stream(str(tmp_path / "x.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=30)
+    content = (tmp_path / "x.arrow").read_bytes()
+    assert len(read(content, tmp_path, name="whole.arrow")[0]) == 60
+    heads = [place for place in range(0, len(content), 8) if content[place : place + 4] == b"\xff" * 4]
+    assert len(heads) == 4  # schema, two batches, the end
+    for number, place in enumerate(heads[1:]):
+        assert sum(len(batch) for batch in pa.ipc.open_stream(content[:place])) == 30 * number  # Arrow finds no fault
+        with pytest.raises(SourceError, match=r"a\.arrow: cannot be read as Arrow .*the file seems cut off"):
+            read(content[:place], tmp_path, name="a.arrow")
 
 
 def test_a_wrong_offset_in_an_arrow_file_does_not_kill_the_process(tmp_path):
