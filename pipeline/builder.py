@@ -21,7 +21,7 @@ import xxhash
 
 from pipeline.config import BuildConfig
 from pipeline.documents import explain_no_targets
-from pipeline.engines import ENGINES
+from pipeline.engines import ENGINES, start_server
 from pipeline.packing import PACKERS
 from pipeline.sources import Slice, Source, Window, check_unchanged, cut_windows, enumerate_streams, resolve
 from pipeline.stores import io_errors, open_store
@@ -68,7 +68,6 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     """
     progress = progress or Progress()
     begin = time.time()
-    spec, files = load_spec(config.tokenizer)
     sources = resolve(config)
     streamed = enumerate_streams(sources)
     if (config.windows or config.finalize) and streamed:
@@ -78,6 +77,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
             "Decompress it, or convert it to JSONL or Parquet first."
         )
     windows, part_bytes = cut_windows(sources, config.window_bytes)
+    if config.engine == "local" and config.workers > 1 and (streamed or len(windows) > 1):
+        start_server()
+    spec, files = load_spec(config.tokenizer)
     plan = make_plan(config, sources, spec.as_plan(), windows, part_bytes)
     job = Job(plan, plan_id(plan), sources, config.out, files, config.tokenizer_engine, config.on_error)
     try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
+from multiprocessing import forkserver
 from typing import Any
 
 from pipeline.stages import Stages
@@ -151,6 +152,12 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
+
+
+def start_server() -> None:
+    """Start what workers come from, so that it does its imports while the driver plans."""
+    if _context().get_start_method() == "forkserver":
+        forkserver.ensure_running()
 
 
 _progress: Any = None

@@ -1,10 +1,11 @@
 """A server that forks one child for each `pack` command: imports are paid once, and a child may be killed at will.
 
-Reads jobs as JSON lines (arguments, log, and limit_bytes for the size of a file); answers with the child's process id,
-and with its exit code once it has ended.
+Reads jobs as JSON lines: arguments, log, and perhaps limit_bytes of a file and start_method of workers. Answers with
+the child's process id, and once it has ended with its exit code and its peak memory in bytes.
 """
 
 import json
+import multiprocessing
 import os
 import resource
 import sys
@@ -19,6 +20,8 @@ def run(job: dict) -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    if job.get("start_method"):
+        multiprocessing.set_start_method(job["start_method"])
     if job.get("limit_bytes"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["limit_bytes"], job["limit_bytes"]))
     try:
@@ -35,4 +38,5 @@ if __name__ == "__main__":
             os.setsid()
             os._exit(run(json.loads(line)))
         print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        _, status, usage = os.wait4(child, 0)
+        print(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024, flush=True)

@@ -84,7 +84,7 @@ class Server:
     """Runs `pack` commands in children of one process that has everything imported."""
 
     def __init__(self, log: Path) -> None:
-        self.log = log
+        self.log, self.peak_bytes = log, 0
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "build_process.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -101,7 +101,8 @@ class Server:
         return bool(select.select([self.stdout], [], [], within_s)[0])
 
     def wait(self) -> int:
-        return int(self.stdout.readline())
+        code, self.peak_bytes = map(int, self.stdout.readline().split())
+        return code
 
     def run(self, arguments: list[str], **job: Any) -> int:
         self.start(arguments, **job)
@@ -118,6 +119,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server") / "log")
     yield server
     server.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_bytes_do_not_depend_on_how_workers_start(server, options, clean, tmp_path, method):
+    code = server.run(arguments(options, tmp_path / "out", "--workers=2"), start_method=method)
+    assert code == 0, server.log.read_text()
+    assert arrow_files(tmp_path / "out") == clean
 
 
 def kill_and_resume(server: Server, options: dict[str, Any], out: Path, kills: int, seed: int) -> int:
