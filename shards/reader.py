@@ -24,7 +24,7 @@ import xxhash
 from shards.errors import FormatError, PackError
 from shards.plan import Plan, check_version, parse_plan
 from shards.publish import unseal
-from shards.schema import INDEX_SCHEMA, ROW_COLUMNS, SEGMENT_COLUMNS, positions_of
+from shards.schema import INDEX_SCHEMA, ROW_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, positions_of
 
 MAX_MAPS = 2048  # below the usual limits on maps and open files
 
@@ -73,7 +73,7 @@ class Shard:
             raise FormatError(
                 f"{path}: is not a readable Arrow stream (F4). Restore it, or build again.", "F4"
             ) from error
-        self.batches = [_views(batch) for batch in arrow]
+        self.batches = [_views(batch, path) for batch in arrow]
         self.starts = [0]
         for batch in arrow:
             self.starts.append(self.starts[-1] + batch.num_rows)
@@ -89,7 +89,7 @@ class Shard:
     def advise(self, row: int) -> None:
         """Ask the kernel to read the token columns of `row` from disk now."""
         batch, local = self.locate(row)
-        for name in ("input_ids", "position_ids", "loss_mask"):
+        for name in TOKEN_COLUMNS:
             if name in batch.lists:
                 values, offsets = batch.lists[name]
                 begin = values.__array_interface__["data"][0] - self._base + int(offsets[local]) * values.itemsize
@@ -98,13 +98,16 @@ class Shard:
                 self._map.madvise(mmap.MADV_WILLNEED, page, begin + length - page)
 
 
-def _views(batch: pa.RecordBatch) -> _Batch:
+def _views(batch: pa.RecordBatch, path: Path) -> _Batch:
     lists, rows = {}, {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_list(column.type):
             lists[name] = (column.values.to_numpy(zero_copy_only=True), column.offsets.to_numpy(zero_copy_only=True))
         else:
             rows[name] = column.to_numpy(zero_copy_only=True)
+    for name in TOKEN_COLUMNS:
+        if name in lists and not np.array_equal(lists[name][1], lists["input_ids"][1]):
+            raise FormatError(f"{path}: {name} and input_ids differ in length (F7). Build again.", "F7")
     return _Batch(lists, rows)
 
 
@@ -256,9 +259,12 @@ class Dataset:
         """
         shard, row = self._shard(pack)
         batch, local = shard.locate(row)
-        ids, mask, cu = (_row(batch, name, local) for name in ("input_ids", "loss_mask", "cu_seqlens"))
-        stored = "position_ids" in batch.lists
-        return ids, _row(batch, "position_ids", local) if stored else positions_of(cu), mask, cu
+        lists = batch.lists
+        ids, offsets = lists["input_ids"]
+        begin, end = offsets.item(local), offsets.item(local + 1)  # of all token columns, as checked when mapping
+        cu = _row(batch, "cu_seqlens", local)
+        positions = lists["position_ids"][0][begin:end] if "position_ids" in lists else positions_of(cu)
+        return ids[begin:end], positions, lists["loss_mask"][0][begin:end], cu
 
     def __getitem__(self, pack: int) -> dict[str, Any]:
         """Return every column of one pack: arrays as views, per-row figures as ints."""
@@ -279,4 +285,4 @@ class Dataset:
 
 def _row(batch: _Batch, name: str, local: int) -> np.ndarray:
     values, offsets = batch.lists[name]
-    return values[offsets[local] : offsets[local + 1]]
+    return values[offsets.item(local) : offsets.item(local + 1)]
