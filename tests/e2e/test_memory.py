@@ -60,6 +60,19 @@ def test_memory_follows_the_formula(tmp_path, words, tokenizer_dir):
     assert large <= small + BYTES_PER_TOKEN * largest + FIXED_BYTES
 
 
+def test_a_build_of_plain_files_imports_nothing_that_it_does_not_need(tmp_path, words, tokenizer_dir):
+    corpus = write_corpus(tmp_path / "c.jsonl", words, 10 * KIB)
+    code = f"""
+import sys
+from pipeline import BuildConfig, build
+build(BuildConfig(sources=({str(corpus)!r},), out={str(tmp_path / "out")!r}, tokenizer={tokenizer_dir!r}, seq_len=128))
+print(*sorted({{name.partition(".")[0] for name in sys.modules}}))
+"""
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    assert "pyarrow" in loaded
+    assert not {"torch", "transformers", "datasets", "pandas", "ray", "jinja2"} & set(loaded)
+
+
 @pytest.mark.slow
 def test_ten_thousand_small_files_take_the_memory_of_one(tmp_path, words, tokenizer_dir):
     rng = random.Random(3)

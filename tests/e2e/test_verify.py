@@ -92,10 +92,10 @@ def test_every_single_bit_flip_tried_is_found_and_named(copy, place, kind):
 
 
 @pytest.mark.slow
-def test_every_bit_of_a_shard_is_guarded(copy, place):
+def test_every_third_bit_of_a_shard_is_guarded(copy, place):
     path = place("shard")
     whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), 3):  # prime to 8, so every place in a byte has its turn
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
