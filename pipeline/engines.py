@@ -78,7 +78,7 @@ class _Crew:
     def _start(self) -> None:
         context = _context()
         self.progress: Any = context.Array("q", 3)  # a new one each time: a worker may die with the lock in its hands
-        arguments = (self.job, self.progress)
+        arguments = (self.job, self.progress, dict(os.environ))
         self.pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=arguments)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Record]:
@@ -163,8 +163,9 @@ def start_server() -> None:
 _progress: Any = None
 
 
-def _start_worker(job: Job, progress: Any) -> None:
+def _start_worker(job: Job, progress: Any, environment: dict[str, str]) -> None:
     global _worker, _progress
+    os.environ.update(environment)  # a server that started earlier knows an older one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops us
     threading.Thread(target=_end_with_driver, daemon=True).start()
     _worker, _progress = Worker(job), progress

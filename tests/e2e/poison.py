@@ -15,9 +15,9 @@ from pipeline.window import Job, Task
 start_worker, ray_task, run_window = engines._start_worker, engines._ray_task, engines.run_window
 
 
-def start_poisoned_worker(job: Job, progress: Any) -> None:
+def start_poisoned_worker(*arguments: Any) -> None:
     engines.run_window = run_poisoned_window
-    start_worker(job, progress)
+    start_worker(*arguments)
 
 
 def run_poisoned_ray_task(job: Job, task: Task) -> dict[str, Any]:
