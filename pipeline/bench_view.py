@@ -83,10 +83,11 @@ def show(result: Result) -> None:
     """Print the table and what there is to say about it; a pipe gets all columns."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE_ENOUGH)
     table = figures_table(result, console.width)
-    console.print(Text(facts(result), style="dim"), grid(table.columns, table.rows))
+    console.print(Text(facts(result), style="dim"), soft_wrap=True)
+    console.print(grid(table.columns, table.rows))
     loud = len(result["disagreements"])
     for k, text in enumerate(remarks(result)):
-        console.print(Text(f"! {text}", style="bold red" if k < loud else "yellow"))
+        console.print(Text(f"! {text}", style="bold red" if k < loud else "yellow"), soft_wrap=True)
 
 
 def page(result: Result) -> Page:

@@ -27,10 +27,10 @@ from shards import Dataset, PackError
 from trainer.batch import Pack
 from trainer.demo import prepare, write_model_config
 from trainer.loader import window_pairs
-from trainer.measuring import Bench, Figures, Work, disagreements, release, summarize
+from trainer.measuring import Bench, Figures, Work, disagreements, summarize
 from trainer.metrics import Cost, cost_of, peak_flops
 from trainer.models import check_segments, check_vocabulary, load_model
-from trainer.strategies import STRATEGIES, Cannot, Sizes, StepPacks, Strategy, make_strategies, split
+from trainer.strategies import STRATEGIES, Cannot, Sizes, StepPacks, Strategy, check_names, make_strategies, split
 
 VERSION = 1
 LEAK = 1e-4  # relative change of a loss that is no rounding
@@ -81,8 +81,7 @@ class BenchConfig:
                 raise PackError(f"--{name.replace('_', '-')}: {value}; expected at least 1.")
         if self.dtype not in (None, *TOLERANCE):
             raise PackError(f"--dtype: {self.dtype!r}; expected one of {', '.join(TOLERANCE)}.")
-        if not self.strategies:
-            raise PackError(f"--strategies: none; expected some of {', '.join(STRATEGIES)}.")
+        check_names(self.strategies)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,6 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
             continue
         measured.append(bench.measure(strategy, work))
         notes += _leak(strategy, bench, work) if not measured[-1].failed else []
-    release(device)
     baseline = next((figures for figures in measured if figures.strategy == BASELINE), None)
     rows = [summarize(figures, work, baseline, peak_flops(device)) for figures in measured]
     return {

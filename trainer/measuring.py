@@ -89,17 +89,16 @@ class Bench:
             figures = Figures(strategy=strategy.name, failed="out of memory")
         finally:
             self.model.zero_grad(set_to_none=True)
-        release(self.device)  # only now: the error held the tensors of its frames
         return figures
 
     def _run(self, strategy: Strategy, work: Work, figures: Figures) -> None:
+        release(self.device)
         micro_batches = [strategy.cut(step) for step in work.steps]
         shapes = {strategy.collate(m)["input_ids"].shape: m for micros in micro_batches for m in micros}
         if self.device.type == "cpu":  # no kernel is chosen or compiled by shape there: the largest warms the memory
             shapes = dict([max(shapes.items(), key=lambda item: item[0].numel())])
         self._step(strategy, list(shapes.values()), 1, self._fresh(), Figures(strategy=""))
         optimizer = self._fresh()
-        release(self.device)
         watch_memory(self.device)
         losses = []
         for micros, targets in zip(micro_batches, work.targets, strict=True):
@@ -160,7 +159,7 @@ def stopwatch(device: torch.device, seconds: list[float]) -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Give freed memory back, so that it does not count as the next strategy's."""
+    """Give back what earlier strategies freed, what the frames of an error held too, so that it does not count here."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

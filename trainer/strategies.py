@@ -266,6 +266,14 @@ STRATEGIES: dict[str, Callable[[str, LoadedModel, Sizes, torch.dtype], Iterator[
 }
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raise PackError unless there are names, and all are keys of `STRATEGIES`."""
+    wrong = [name for name in names if name not in STRATEGIES]
+    if wrong or not names:
+        found = repr(wrong[0]) if wrong else "none"
+        raise PackError(f"--strategies: {found}; expected some of {', '.join(STRATEGIES)}.")
+
+
 def make_strategies(
     names: Sequence[str], loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype
 ) -> list[Strategy | Cannot]:
@@ -276,10 +284,5 @@ def make_strategies(
         loaded: The model that all of them train.
         sizes: Of micro-batches.
         dtype: Type in which attention computes.
-
-    Raises:
-        PackError: A name is unknown.
     """
-    if unknown := [name for name in names if name not in STRATEGIES]:
-        raise PackError(f"--strategies: {unknown[0]!r}; expected some of {', '.join(STRATEGIES)}.")
     return [made for name in names for made in STRATEGIES[name](name, loaded, sizes, dtype)]
