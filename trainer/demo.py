@@ -284,4 +284,5 @@ def generate(model_dir: Path, prompt: str = "def ", tokens: int = 40) -> str:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, temperature=0.7, top_k=40,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    return " ".join(tokenizer.decode(written[0], skip_special_tokens=True).split())
+    text = " ".join(tokenizer.decode(written[0], skip_special_tokens=True).split())
+    return "".join(letter for letter in text if letter.isprintable())  # a young model may write any byte
