@@ -15,28 +15,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from importlib import metadata
 from itertools import chain
-from typing import NamedTuple
 
 import xxhash
 
 from pipeline.config import BuildConfig
-from pipeline.documents import explain_no_targets
 from pipeline.engines import ENGINES, start_server
 from pipeline.packing import PACKERS
 from pipeline.sources import Slice, Source, Window, check_unchanged, cut_windows, enumerate_streams, resolve
 from pipeline.stores import io_errors, open_store
 from pipeline.streams import stream_parts
+from pipeline.survey import Survey, Tally, all_sidecars, check_totals, take_survey
 from pipeline.tokenizer_spec import load_spec
 from pipeline.tokenizing import REFERENCE
 from pipeline.window import Job, Task
 from shards.errors import FormatError, PackError
-from shards.manifest import Record, add_counts, commit, empty_counts, read_sidecar, sidecar_name
+from shards.manifest import Record, commit, read_sidecar
 from shards.plan import Plan, differences, parse_plan, plan_id
 from shards.publish import Store, canonical, unseal
 from shards.schema import FORMAT, VERSION
 
 RECIPE = 1  # raise it when the same plan would give other bytes
-SETTLED = 10_000  # records after which the share of bad ones is taken seriously
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -116,14 +114,14 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
         progress.say(f"{config.out}: {missing} of {num_windows} windows are still to come; the last part commits")
         return {"plan_id": job.plan_id, "unfinished": missing}
     check_unchanged(job.sources)
-    survey = _survey(store, config, num_windows)
+    survey = take_survey(store, num_windows, config.max_rejected)
     if survey.lied and survey.suspects:
         progress.say(
             "the fast tokenizer engine gave other ids than the reference somewhere; "
             f"building its {len(survey.suspects)} windows again with {REFERENCE}"
         )
         _redo(job, config, survey.suspects, progress)
-        survey = _survey(store, config, num_windows)
+        survey = take_survey(store, num_windows, config.max_rejected)
     facts = {
         "shardpack": metadata.version("shardpack"),
         "host": platform.node(),
@@ -238,7 +236,7 @@ def _finished(store: Store, job: Job) -> Record | None:
 def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> tuple[int, float]:
     """Run what is missing; return the number of windows of the dataset, and the seconds that workers had no work."""
     begin, busy_s = time.perf_counter(), 0.0
-    tally = _Tally(config.max_rejected)
+    tally = Tally(config.max_rejected)
     stream = _Stream(job.plan, job.sources)
 
     def unfinished(tasks: Iterable[Task]) -> Iterator[Task]:
@@ -298,29 +296,6 @@ class _Stream:
                 yield Task(self.next_window - 1, source, (piece,), payload)
 
 
-class _Tally:
-    """Running count of bad records, and the share of them that stops a build."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self.read = self.rejected = 0
-
-    def add(self, counts: Record) -> None:
-        """Count a window; stop early where far too many records are bad."""
-        self.read += counts["documents"]["read"]
-        self.rejected += counts["documents"]["dropped"].get("rejected", 0)
-        if self.read >= SETTLED:
-            self.check()
-
-    def check(self) -> None:
-        """Raise PackError where the share of bad records is above the limit."""
-        if self.rejected > self.limit * self.read:
-            raise PackError(
-                f"{self.rejected:,} of {self.read:,} records are bad, more than --max-rejected {self.limit:g}; "
-                "the sidecars in shards/ list them. Mend the corpus, or raise the limit and --resume."
-            )
-
-
 def _chosen(pattern: str | None, number: int) -> range:
     """Return the windows that i::n names."""
     if pattern is None:
@@ -344,52 +319,14 @@ def _committed(store: Store, job: Job, task: Task) -> Record | None:
     return sidecar if store.size(sidecar["shard"]["file"]) == sidecar["shard"]["bytes"] else None
 
 
-def _sidecars(store: Store, num_windows: int) -> Iterator[Record]:
-    for window in range(num_windows):
-        sidecar = read_sidecar(store, window)
-        if sidecar is None:
-            raise PackError(
-                f"{store.location}: window {window} of {num_windows} is missing. Run the build again with --resume."
-            )
-        yield sidecar
-
-
-class _Survey(NamedTuple):
-    """What the sidecars of a build say together."""
-
-    totals: Record
-    kept: set[str]
-    "Files in shards/ that belong to the dataset."
-    suspects: set[int]
-    "Windows that a fast tokenizer engine wrote."
-    lied: bool
-    "Whether it gave other ids than the reference in any window."
-
-
-def _survey(store: Store, config: BuildConfig, num_windows: int) -> _Survey:
-    kept: set[str] = set()
-    suspects: set[int] = set()
-    totals, tally, lied = empty_counts(), _Tally(config.max_rejected), False
-    for sidecar in _sidecars(store, num_windows):
-        kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
-        totals = add_counts(totals, sidecar["counts"])
-        tally.add(sidecar["counts"])
-        fact = sidecar["facts"]["tokenizer"]
-        lied |= fact["guard"]["result"] == "differs"
-        if fact["engine"] != REFERENCE:
-            suspects.add(sidecar["window"])
-    tally.check()
-    return _Survey(totals, kept, suspects, lied)
-
-
-def _commit(store: Store, job: Job, survey: _Survey, num_windows: int, facts: Record) -> Record:
+def _commit(store: Store, job: Job, survey: Survey, num_windows: int, facts: Record) -> Record:
     """Write index and manifest, and clear what crashed attempts left behind."""
-    _check_totals(survey.totals, job.sources)
+    check_totals(survey.totals, job.sources)
     try:
         for name in store.sizes("shards"):
             if f"shards/{name}" not in survey.kept:
                 store.remove(f"shards/{name}")
-        manifest = commit(store, job.plan, _sidecars(store, num_windows), job.tokenizer_files, facts)
+        manifest = commit(store, job.plan, all_sidecars(store, num_windows), job.tokenizer_files, facts)
         store.sweep(everything=True)
     except (PackError, FileNotFoundError):  # the last two parts of a job array may end at the same moment
         finished = _finished(store, job)
@@ -397,21 +334,3 @@ def _commit(store: Store, job: Job, survey: _Survey, num_windows: int, facts: Re
             raise
         return finished
     return manifest
-
-
-def _check_totals(totals: Record, sources: list[Source]) -> None:
-    """Stop where nothing is left to train on, or hardly anything has a target."""
-    documents, dropped = totals["documents"], totals["documents"]["dropped"]
-    without = dropped.get("no_target", 0)
-    if without * 2 > documents["read"] - dropped.get("empty", 0) - dropped.get("rejected", 0):
-        causes = {explain_no_targets(source.options) for source in sources}
-        raise PackError(
-            f"{without:,} of {documents['read']:,} documents have no target; expected most of them to have one. "
-            f"{' '.join(sorted(causes))} (--keep-no-target packs them all the same.)"
-        )
-    if not documents["packed"]:
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
-        raise PackError(
-            f"{', '.join(source.name for source in sources)}: no document to pack ({documents['read']:,} records read"
-            f"{': ' + reasons if reasons else ''}); expected at least one. Check the files and the field names."
-        )
