@@ -20,7 +20,7 @@ import xxhash
 
 from pipeline.config import BuildConfig
 from pipeline.engines import ENGINES, start_server
-from pipeline.packing import PACKERS
+from pipeline.packing import PACKERS, compile_kernels, kernels_compiled
 from pipeline.sources import Slice, Source, Window, check_unchanged, cut_windows, enumerate_streams, resolve
 from pipeline.stores import io_errors, open_store
 from pipeline.streams import stream_parts
@@ -107,6 +107,9 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
         return done
     sizes = [file.bytes for source in job.sources for file in source.files]
     progress.begin(None if None in sizes else sum(size or 0 for size in sizes))
+    if not config.finalize and not kernels_compiled():
+        progress.say("compiling the packing kernels, once on this machine: about ten seconds")
+        compile_kernels()
     num_windows, wait_s = (len(job.plan["windows"]), 0.0) if config.finalize else _run(job, config, store, progress)
     there = store.sizes("shards")
     missing = sum(f"{number:08d}.json" not in there for number in range(num_windows))

@@ -108,6 +108,13 @@ def kernels_compiled() -> bool:
     return any(Path(str(_emit.stats.cache_path)).glob("packing._emit-*.nbi"))
 
 
+def compile_kernels() -> None:
+    """Compile every kernel for this machine and keep the result, so that several workers need not all do it."""
+    lengths = np.full(64, 5, np.int32)  # two fit in eleven and one token stays free: the search runs as well
+    for packer in PACKERS.values():
+        packer(np.concatenate([lengths, lengths + 1]), 13)
+
+
 def lower_bound(lengths: np.ndarray, seq_len: int, max_segments: int | None = None) -> int:
     """Fewest bins that any packing could need; see `histogram_bound`."""
     return histogram_bound(length_histogram(lengths, seq_len), max_segments)

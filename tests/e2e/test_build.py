@@ -166,8 +166,7 @@ def test_a_compressed_file_gives_the_same_documents(tmp_path, tokenizer_dir):
     build(config(packed, tokenizer_dir, tmp_path / "gz", window_bytes=4096))
     assert len(Dataset(tmp_path / "gz").manifest["shards"]) > 1
     plain, gz = (
-        sorted(joined(pieces) for pieces in documents_of(Dataset(tmp_path / name)).values())
-        for name in ("plain", "gz")
+        sorted(joined(pieces) for pieces in documents_of(Dataset(tmp_path / name)).values()) for name in ("plain", "gz")
     )
     assert plain == gz
     assert verify(tmp_path / "gz").ok
