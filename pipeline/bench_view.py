@@ -1,4 +1,4 @@
-"""The figures of `pack bench` as a terminal shows them and as a page; what they mean is said in `trainer/bench.py`."""
+"""The figures of `pack bench` on a terminal and as a page; what they mean is said in `trainer/contest.py`."""
 
 import os
 import sys
@@ -55,12 +55,11 @@ def figures_table(result: Result, width: int = 200) -> Table:
 
 def facts(result: Result) -> str:
     """Return what was run, on what, in one line."""
-    data, sizes, found = result["data"], result["settings"], result["machine"]
+    steps, sizes, found = result["steps"], result["settings"], result["machine"]
     return (
-        f"{data['documents']:,} documents, {data['tokens']:,} tokens of {data['name']} in {data['steps']} steps; "
-        f"{result['model']['parameters'] / 1e6:,.1f}M parameters, {sizes['dtype']}; "
-        f"padded batches of {sizes['batch']}, others of {sizes['tokens_per_batch']:,} tokens; "
-        f"{found['name']}, {found['threads']} threads, "
+        f"{steps['documents']:,} documents, {steps['tokens']:,} tokens of {result['data']} in {steps['number']} steps; "
+        f"{result['parameters'] / 1e6:,.1f}M parameters, {sizes['dtype']}; padded batches of {sizes['batch']}, "
+        f"others of {sizes['tokens_per_batch']:,} tokens; {found['name']}, {found['threads']} threads, "
         f"torch {found['torch']}"
     )
 

@@ -5,13 +5,11 @@ of packs, the steps and the first weights are the same for all strategies. What 
 clock in `measuring`; here is what is asked, what comes out, and how it is shown.
 """
 
-import importlib.metadata
 import math
-import platform
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +23,14 @@ from pipeline.sampling import pack_rows, sample_documents
 from pipeline.tokenizing import Encoder
 from shards import Dataset, PackError
 from trainer.batch import Pack
+from trainer.contest import COMPUTED, contest
 from trainer.demo import prepare, write_model_config
-from trainer.loader import window_pairs
-from trainer.measuring import Bench, Figures, Work, disagreements, summarize
-from trainer.metrics import Cost, cost_of, peak_flops
 from trainer.models import check_segments, check_vocabulary, load_model
-from trainer.strategies import STRATEGIES, Cannot, Sizes, StepPacks, Strategy, check_names, make_strategies, split
+from trainer.strategies import STRATEGIES, Sizes, StepPacks, check_names, split
 
 VERSION = 1
-LEAK = 1e-4  # relative change of a loss that is no rounding
-BASELINE = "padded-longest"
 STEP_BATCHES = 3  # padded batches in a step
 POOL, POOL_PACKS = 4, 256  # times the documents that are used, and packs, that are chosen from
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}  # relative; a full leak moves the loss of random weights by about 1e-3
 WIKITEXT = "hf:Salesforce/wikitext/wikitext-2-raw-v1"
 PRESETS: dict[str, dict[str, Any]] = {
     "distilgpt2-wikitext2": {"data": WIKITEXT, "model": "distilbert/distilgpt2", "seq_len": 512, "batch": 8},
@@ -79,8 +72,8 @@ class BenchConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackError(f"--{name.replace('_', '-')}: {value}; expected at least 1.")
-        if self.dtype not in (None, *TOLERANCE):
-            raise PackError(f"--dtype: {self.dtype!r}; expected one of {', '.join(TOLERANCE)}.")
+        if self.dtype not in (None, *COMPUTED):
+            raise PackError(f"--dtype: {self.dtype!r}; expected one of {', '.join(COMPUTED)}.")
         check_names(self.strategies)
 
 
@@ -103,8 +96,7 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
         tell: Takes a line of progress.
 
     Returns:
-        Machine, model, data and settings; `rows`, one a strategy; `disagreements`, the strategies whose losses differ
-        from the first row's; `notes`.
+        What `contest` returns, with the names of data and model.
 
     Raises:
         PackError: Data, model and settings do not fit.
@@ -115,62 +107,16 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
         corpus = _corpus(config, Path(folder), tell)
         model = config.model or _default_model(Path(folder), corpus)
         torch.manual_seed(config.seed)
-        computed = torch.bfloat16 if dtype == "bf16" else torch.float32
-        loaded = load_model(model, compute_dtype=computed, device=device, packed=False)
+        loaded = load_model(model, compute_dtype=COMPUTED[dtype], device=device, packed=False)
     sizes = _sizes(config, corpus)
     check_segments(loaded.report, sizes.longest)
     check_vocabulary(loaded.report, corpus.max_token_id)
-    work = _work(config, corpus, sizes, cost_of(loaded.model))
-    strategies = make_strategies(config.strategies, loaded, sizes, computed)
-    bench = Bench(loaded.model, dtype == "bf16")
-    measured, notes = [], []
-    for strategy in strategies:
-        tell(f"{strategy.name} …")
-        if isinstance(strategy, Cannot):
-            measured.append(Figures(strategy=strategy.name, failed=f"not run: {strategy.reason}"))
-            continue
-        measured.append(bench.measure(strategy, work))
-        notes += _leak(strategy, bench, work) if not measured[-1].failed else []
-    baseline = next((figures for figures in measured if figures.strategy == BASELINE), None)
-    rows = [summarize(figures, work, baseline, peak_flops(device)) for figures in measured]
-    return {
-        "version": VERSION,
-        "machine": machine(device),
-        "model": {"name": config.model or "demo", "parameters": sum(p.numel() for p in loaded.model.parameters())},
-        "data": {
-            "name": corpus.name,
-            "documents": sum(len(step.documents) for step in work.steps),
-            "tokens": sum(work.tokens),
-            "targets": sum(work.targets),
-            "steps": len(work.steps),
-            "packs": sum(len(step.packs) for step in work.steps),
-        },
-        "settings": asdict(sizes) | {"dtype": dtype, "seed": config.seed},
-        "rows": rows,
-        "disagreements": disagreements(rows, TOLERANCE[dtype]),
-        "notes": [*notes, *_wide(rows)],
-    }
+    result = contest(config.strategies, loaded, _steps(config, corpus, sizes), sizes, dtype, tell)
+    return {"version": VERSION, "data": corpus.name, "model": config.model or "demo", "seed": config.seed} | result
 
 
 def _best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def machine(device: torch.device) -> Result:
-    """Return what a figure depends on beside the code: device, threads, versions."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    packages = ("torch", "transformers", "numpy", "shardpack")
-    versions = {package: importlib.metadata.version(package) for package in packages}
-    threads = torch.get_num_threads()
-    return {"device": device.type, "name": name, "threads": threads, "python": platform.python_version(), **versions}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _default_model(folder: Path, corpus: Corpus) -> str:
@@ -235,56 +181,20 @@ def _sizes(config: BenchConfig, corpus: Corpus) -> Sizes:
     return Sizes(seq_len=corpus.seq_len, batch=config.batch, tokens_per_batch=tokens, longest=max(lengths))
 
 
-def _work(config: BenchConfig, corpus: Corpus, sizes: Sizes, cost: Cost) -> Work:
-    """Deal documents to steps, the same number to each, pack those of a step, and count what it holds.
+def _steps(config: BenchConfig, corpus: Corpus, sizes: Sizes) -> list[StepPacks]:
+    """Deal documents to steps, the same number to each, and pack those of each step.
 
     Raises:
         PackError: There is not enough for one step.
     """
-    lengths = np.array([len(ids) for ids, *_ in corpus.segments], np.int64)
-    number = documents_in_step(config, sizes.seq_len, int(lengths.mean()))
-    if len(lengths) < number:
+    segments, total = corpus.segments, len(corpus.segments)
+    number = documents_in_step(config, sizes.seq_len, sum(len(ids) for ids, *_ in segments) // total)
+    if total < number:
         raise PackError(
-            f"{corpus.name}: {len(lengths)} documents; expected at least {number} for a step. "
+            f"{corpus.name}: {total} documents; expected at least {number} for a step. "
             "Lower --batch or --tokens-per-batch, or give more."
         )
-    work = Work(steps=[], tokens=[], targets=[], flops=[])
-    for start in range(0, len(lengths) - number + 1, number)[: config.steps]:
-        segments, here = corpus.segments[start : start + number], lengths[start : start + number]
-        pairs = int((here * (here + 1) // 2).sum())
-        windowed = pairs if cost.window is None else sum(window_pairs(cu, cost.window) for *_, cu in segments)
-        work.steps.append(StepPacks(pack_rows(segments, sizes.seq_len, config.seed), segments))
-        work.tokens.append(int(here.sum()))
-        work.targets.append(max(1, sum(int(mask.sum()) for _, _, mask, _ in segments)))
-        work.flops.append(cost.flops(work.tokens[-1], pairs, windowed))
-    return work
-
-
-def _leak(strategy: Strategy, bench: Bench, work: Work) -> list[str]:
-    """Show what a reference computes where `use_cache` is left as the model has it."""
-    from trainer.references import Flattened
-
-    if not isinstance(strategy, Flattened):
-        return []
-    most = max(range(len(work.steps)), key=lambda k: len(work.steps[k].documents) / len(work.steps[k].packs))
-    with torch.no_grad(), bench.context():
-        batches = [strategy.collate(micro) for micro in strategy.cut(work.steps[most])]
-        right, bare = (
-            float(sum(strategy.loss(batch, work.targets[most], **cache) for batch in batches))
-            for cache in ({}, {"use_cache": True})
-        )
-    if abs(bare - right) <= LEAK * abs(right):
-        return []
+    dealt = [segments[start : start + number] for start in range(0, total - number + 1, number)]
     return [
-        f"{strategy.name} is right because use_cache=False is passed: left as the model's configuration has it, the "
-        f"same batch has loss {bare:.5f} instead of {right:.5f}, since its documents see each other, without an error"
+        StepPacks(pack_rows(documents, sizes.seq_len, config.seed), documents) for documents in dealt[: config.steps]
     ]
-
-
-def _wide(rows: list[Result]) -> list[str]:
-    names = [row["strategy"] for row in rows if row.get("wide")]
-    return (
-        [f"{', '.join(names)}: step rates spread widely; run again on a quiet machine, or with more --steps"]
-        if names
-        else []
-    )

@@ -49,7 +49,7 @@ def test_the_preset_runs_on_local_data_and_model(wikitext, gpt2, tokenizer_dir, 
     )  # fmt: skip
     figures = json.loads(result.stdout)
     assert figures["settings"]["seq_len"] == 512
-    assert figures["data"]["documents"] >= 6
+    assert figures["steps"]["documents"] >= 6
     names = [row["strategy"] for row in figures["rows"]]
     assert names == [
         "padded-max", "padded-longest", "length-bucketed", "packed-dense", "packed-varlen (cpu)", "hf-flattening",

@@ -58,8 +58,8 @@ def test_all_strategies_train_the_same_thing_on_the_tokens_of_the_corpus(corpus,
     assert result["disagreements"] == {}
     assert len(set(rows["padded-longest"]["losses"])) == STEPS
     tokens = sum(len(ids) for ids, _ in made)
-    assert result["data"]["tokens"] == tokens
-    assert result["data"]["targets"] == sum(sum(mask) for _, mask in made)
+    assert result["steps"]["tokens"] == tokens
+    assert result["steps"]["targets"] == sum(sum(mask) for _, mask in made)
     for row in rows.values():
         assert row["losses"] == pytest.approx(rows["padded-longest"]["losses"], rel=1e-5)
         assert row["tokens_per_step"] * STEPS == pytest.approx(tokens)
@@ -91,7 +91,7 @@ def test_a_sliding_window_is_kept_or_refused(corpus, model_config):
 def test_the_loss_is_that_of_the_documents_alone(documents, make_dataset, model_config):
     made, config = documents(24, 40), model_config()
     result = bench(make_dataset({"main": made}, 48), config, steps=1, batch=8)  # one step of all documents
-    assert result["data"]["documents"] == 24
+    assert result["steps"]["documents"] == 24
     assert len(result["rows"]) == len(OURS)
     for row in result["rows"]:
         assert row["loss"] == pytest.approx(loss_alone(made, config), rel=1e-5)
