@@ -1,0 +1,239 @@
+"""How long does it take from text to packed rows on disk, against TRL and against tokenizing alone?
+
+Every path reads the same JSONL, ends every document with one EOS and keeps every token (packing `wrapped`; TRL's `bfd`
+would drop what is over seq_len), with the same number of processes, each path in a process of its own, start-up and
+imports included. The bounds only tokenize and write ids. Order is interleaved over the repeats.
+
+    python benchmarks/bench_build.py --quick
+    python benchmarks/bench_build.py --corpus corpus.jsonl --tokenizer ./tokenizer --workers 2
+"""
+
+import argparse
+import ctypes
+import fileinput
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from write_up import WriteUp, middle, run, tell
+
+PACKAGES = ("shardpack", "tokenizers", "fastokens", "transformers", "datasets", "trl", "pyarrow", "numpy")
+BATCH = 1000  # texts in one call of a tokenizer
+
+
+def texts_of(corpus: list[str], worker: int, workers: int) -> list[str]:
+    """Return every `workers`-th text."""
+    with fileinput.input(corpus, encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for number, line in enumerate(lines) if number % workers == worker]
+
+
+def build_with(engine: str, packer: str) -> Callable[[argparse.Namespace], dict[str, Any]]:
+    """Return a path through `pack build`."""
+
+    def build_path(arguments: argparse.Namespace) -> dict[str, Any]:
+        from pipeline import BuildConfig, build
+
+        config = BuildConfig(
+            sources=tuple(arguments.corpus), out=arguments.scratch, tokenizer=arguments.tokenizer,
+            seq_len=arguments.seq_len, packer=packer, tokenizer_engine=engine, workers=arguments.workers,
+        )  # fmt: skip
+        manifest = build(config)
+        return {"tokens": manifest["totals"]["tokens"]["packed"], "stages": manifest["facts"]["stages_s"]}
+
+    return build_path
+
+
+def trl_path(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Load, tokenize, pack and save as a TRL user would do offline."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl import pack_dataset
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in tokenizer(batch["text"])["input_ids"]]}
+
+    cache = f"{arguments.scratch}/cache"
+    loaded = load_dataset("json", data_files=list(arguments.corpus), split="train", cache_dir=cache)
+    names = loaded.column_names
+    encoded = loaded.map(encode, batched=True, num_proc=arguments.workers, remove_columns=names)
+    packed = pack_dataset(encoded, arguments.seq_len, "wrapped")
+    packed.save_to_disk(f"{arguments.scratch}/out")
+    return {"tokens": int(sum(len(row) for row in packed.with_format("numpy")["input_ids"]))}
+
+
+def tokenize_only(arguments: argparse.Namespace, worker: int) -> int:
+    """Tokenize a share of the texts with the reference library and write the ids."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{arguments.tokenizer}/tokenizer.json")
+    texts, tokens = texts_of(arguments.corpus, worker, arguments.workers), 0
+    with open(f"{arguments.scratch}/ids-{worker}.bin", "wb") as file:
+        for start in range(0, len(texts), BATCH):
+            for encoding in tokenizer.encode_batch_fast(texts[start : start + BATCH]):
+                np.array([*encoding.ids, 0], np.int32).tofile(file)
+                tokens += len(encoding.ids) + 1
+    return tokens
+
+
+def tokenize_only_fast(arguments: argparse.Namespace, worker: int) -> int:
+    """The same with the fast engine, through this project's encoder."""
+    from pipeline.tokenizing import Encoder
+
+    encoder = Encoder(arguments.tokenizer, engine="fastokens")
+    texts, tokens = texts_of(arguments.corpus, worker, arguments.workers), 0
+    with open(f"{arguments.scratch}/ids-{worker}.bin", "wb") as file:
+        for start in range(0, len(texts), BATCH):
+            ids, _ = encoder.encode(texts[start : start + BATCH])
+            ids.tofile(file)
+            tokens += len(ids) + len(texts[start : start + BATCH])
+    return tokens
+
+
+def bound(tokenize: Callable[[argparse.Namespace, int], int]) -> Callable[[argparse.Namespace], dict[str, Any]]:
+    """Return a path that runs `tokenize` in every worker."""
+
+    def bound_path(arguments: argparse.Namespace) -> dict[str, Any]:
+        os.makedirs(arguments.scratch)
+        with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
+            shares = pool.starmap(tokenize, [(arguments, worker) for worker in range(arguments.workers)])
+            pool.close()
+            pool.join()
+        return {"tokens": sum(shares)}
+
+    return bound_path
+
+
+PATHS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "pack build, fast engine, wrapped": build_with("auto", "wrapped"),
+    "pack build, fast engine, best fit": build_with("auto", "auto"),
+    "pack build, reference engine, wrapped": build_with("tokenizers", "wrapped"),
+    "TRL: load, map, pack wrapped, save": trl_path,
+    "bound: reference engine alone": bound(tokenize_only),
+    "bound: fast engine alone": bound(tokenize_only_fast),
+}
+
+
+def measure_path(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one path in a process of its own; wall and CPU seconds, largest process, bytes written."""
+    with tempfile.TemporaryDirectory(prefix="bench-build-") as folder:
+        wanted = vars(arguments) | {"scratch": f"{folder}/scratch", "result": f"{folder}/result.json", "out": ""}
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": f"{folder}/hf", "TQDM_DISABLE": "1"}
+        command = [sys.executable, __file__, "--path", name, json.dumps(wanted)]
+        wall, cpu, gib = timed(command, environment, name)
+        found = json.loads(Path(wanted["result"]).read_text())
+        aside = {"cache", "tokenizer"}
+        kept = (path for path in Path(wanted["scratch"]).rglob("*") if path.is_file() and not aside & {*path.parts})
+        size = sum(path.stat().st_size for path in kept)
+    return found | {"wall": wall, "cpu": cpu, "gib": gib, "bytes": size}
+
+
+def timed(command: list[str], environment: dict[str, str], name: str) -> tuple[float, float, float]:
+    """Return wall seconds, CPU seconds of all processes together, and GiB of the largest one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that outlive their parents are ours then
+    begin = time.perf_counter()
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    wall = time.perf_counter() - begin
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        sys.exit(f"{name}: exit code {child.returncode}")
+    usages = [usage]
+    with suppress(ChildProcessError):
+        while True:
+            usages.append(os.wait4(-1, 0)[2])
+    scale = 2**30 if sys.platform == "darwin" else 2**20
+    return wall, sum(u.ru_utime + u.ru_stime for u in usages), max(u.ru_maxrss for u in usages) / scale
+
+
+def measure(arguments: argparse.Namespace) -> WriteUp:
+    with tempfile.TemporaryDirectory(prefix="bench-build-corpus-") as folder:
+        if not arguments.corpus or not arguments.tokenizer:
+            from trainer.demo import prepare
+
+            files, tokenizer = prepare(Path(folder))
+            arguments.corpus, arguments.tokenizer = arguments.corpus or list(map(str, files)), str(tokenizer)
+        if arguments.quick:
+            arguments.corpus = [shorten(Path(arguments.corpus[0]), Path(folder))]
+        return compare(arguments)
+
+
+def shorten(file: Path, folder: Path) -> str:
+    """Write the first documents of a corpus, about 300 KB."""
+    short, size = folder / "short.jsonl", 0
+    with file.open("rb") as lines, short.open("wb") as out:
+        for line in lines:
+            out.write(line)
+            size += len(line)
+            if size > 300_000:
+                break
+    return str(short)
+
+
+def compare(arguments: argparse.Namespace) -> WriteUp:
+    names = [name for name in PATHS if not name.startswith("TRL") or not arguments.without_trl]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for repeat in range(arguments.repeats + (not arguments.quick)):  # the first warms the page cache and numba's
+        for name in names:
+            found = measure_path(name, arguments)
+            tell(f"{name}: {found['wall']:.1f} s")
+            if repeat or arguments.quick:
+                runs[name].append(found)
+    text_bytes = sum(os.path.getsize(path) for path in arguments.corpus)
+    peer = next((name for name in names if name.startswith("TRL")), None)
+    rows = [_row(name, runs[name], text_bytes, runs[peer] if peer else None) for name in names]
+    stages = runs[names[0]][-1]["stages"]
+    tokens = {name: found[-1]["tokens"] for name, found in runs.items()}
+    first = tokens[names[0]]
+    differing = [f"NOT EQUAL: {name} kept {count:,} tokens." for name, count in tokens.items() if count != first]
+    columns = ["path", "wall s", "CPU s", "MB/s", "Mtok/s", "largest process", "B/token", "x TRL"]
+    return WriteUp(
+        "From text to packed rows on disk",
+        [
+            f"{text_bytes / 1e6:.1f} MB of JSONL, {tokens[names[0]]:,} tokens, seq_len {arguments.seq_len}, "
+            f"{arguments.workers} processes. Median (range) of {arguments.repeats}, start-up included."
+        ],
+        [
+            ("", columns, rows),
+            (f"Stages of {names[0]}, seconds over all workers", list(stages), [[f"{s:.2f}" for s in stages.values()]]),
+        ],
+        differing or ["All paths kept the same tokens."],
+    )  # fmt: skip
+
+
+def _row(name: str, runs: list[dict[str, Any]], text_bytes: int, peers: list[dict[str, Any]] | None) -> list[str]:
+    walls = [found["wall"] for found in runs]
+    mid = sorted(walls)[len(walls) // 2]
+    versus = sorted(found["wall"] for found in peers)[len(peers) // 2] / mid if peers else None
+    return [
+        name, middle(walls), middle([found["cpu"] for found in runs]), f"{text_bytes / mid / 1e6:.2f}",
+        f"{runs[0]['tokens'] / mid / 1e6:.3f}", f"{max(found['gib'] for found in runs):.2f} GiB",
+        f"{runs[0]['bytes'] / runs[0]['tokens']:.2f}", f"{versus:.1f}" if versus else "–",
+    ]  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--corpus", nargs="+", help="JSONL files with a field text (default: the demo's corpus)")
+    parser.add_argument("--tokenizer", help="tokenizer directory (default: the demo's)")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--without-trl", action="store_true", help="leave TRL out")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--path"]:
+        arguments = argparse.Namespace(**json.loads(sys.argv[3]))
+        Path(arguments.result).write_text(json.dumps(PATHS[sys.argv[2]](arguments)))
+    else:
+        run("build", __doc__ or "", measure, PACKAGES, add_flags)
