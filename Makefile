@@ -36,8 +36,8 @@ lint: .venv/.dev ## Check style, types and the generated docs
 docs: .venv/.dev ## Write docs/cli.md from --help
 	$(BIN)/python docs/build.py
 
-bench: .venv/.run ## Compare ways of feeding a model on this machine
-	$(BIN)/pack bench
+bench: .venv/.dev ## Measure against other projects, hours on a quiet machine; BENCH="build --quick" for some
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 constraints: .venv/.dev ## Pin what .venv holds now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > constraints.txt

@@ -28,10 +28,14 @@ class WriteUp:
     notes: list[str] = field(default_factory=list)
 
 
-def middle(values: Sequence[float], digits: int = 3) -> str:
+def figure(value: float) -> str:
+    """Return a number with three digits that count."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def middle(values: Sequence[float]) -> str:
     """Return median and range."""
-    low, mid, high = min(values), statistics.median(values), max(values)
-    return f"{mid:.{digits}g} ({low:.{digits}g}–{high:.{digits}g})"
+    return f"{figure(statistics.median(values))} ({figure(min(values))}–{figure(max(values))})"
 
 
 def processor() -> str:
