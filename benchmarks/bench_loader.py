@@ -19,60 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_dataset import write_dataset
 from write_up import WriteUp, middle, run, tell
 
-from pipeline.cutting import Segments
-from pipeline.gather import WindowTokens, gather
-from pipeline.packing import Bins
 from shards import Dataset
-from shards.manifest import commit, empty_counts, length_histogram
-from shards.plan import plan_id
-from shards.publish import LocalStore, canonical
-from shards.schema import FORMAT, VERSION, layout_of
-from shards.writer import encode_index, write_shard
 from trainer import PackedCollator, PackLoader
 from trainer.loader import _Filler as Filler
 
 PACKAGES = ("shardpack", "torch", "datasets", "litdata", "pyarrow", "numpy")
 VOCABULARY = 50_000
 Epoch = Callable[[], int]
-
-
-def write_dataset(path: Path, tokens: int, seq_len: int) -> Dataset:
-    """Write full packs of random documents of 2 to seq_len / 2 tokens, in shards of 16M tokens."""
-    plan = {
-        "format": FORMAT, "version": VERSION, "recipe": 1, "seq_len": seq_len, "seed": 0, "position_ids": True,
-        "packer": {"name": "next-fit", "max_segments": None}, "sources": [{"name": "random"}], "windows": [],
-        "tokenizer": {"digest": "0" * 64, "vocab_size": VOCABULARY, "max_id": VOCABULARY - 1}, "part_bytes": 0,
-    }  # fmt: skip
-    store, sidecars, rng = LocalStore(path), [], np.random.default_rng(0)
-    store.create()
-    store.put("plan.json", canonical(plan))
-    rows = min(tokens, 1 << 24) // seq_len
-    for window in range(max(1, tokens // (rows * seq_len))):
-        cuts = np.sort(rng.integers(1, seq_len, (rows, 3)), 1)
-        ends = np.concatenate([cuts, np.full((rows, 1), seq_len)], 1)
-        lengths = np.diff(np.concatenate([np.zeros((rows, 1), int), ends], 1), axis=1)
-        kept = lengths > 0
-        flat = lengths[kept]
-        documents = WindowTokens(
-            rng.integers(0, VOCABULARY, rows * seq_len, dtype=np.int32), np.zeros(0, np.uint8),
-            np.concatenate([[0], np.cumsum(flat)]), np.arange(len(flat)) + (window << 32),
-        )  # fmt: skip
-        number = np.arange(len(flat))
-        bins = Bins(number, np.concatenate([[0], np.cumsum(kept.sum(1))]))
-        made = gather(documents, Segments(number, np.zeros_like(number), flat.astype(np.int32)), bins, layout_of(plan))
-        sidecars.append(
-            {
-                "window": window, "source": "random", "counts": empty_counts(), "bound_packs": 0, "longest": [],
-                "lengths": length_histogram(flat), "segment_lengths": length_histogram(flat), "rejected": [],
-                "shard": write_shard(store, layout_of(plan), plan_id(plan), window, made),
-                "index": encode_index(made.index()),
-                "facts": {"stages_s": {}, "tokenizer": {"engine": "", "version": "", "guard": {"result": ""}}},
-            }
-        )  # fmt: skip
-    commit(store, plan, sidecars, {}, {})
-    return Dataset(path)
 
 
 def ours(dataset: Dataset, packs: int) -> Iterator[tuple[str, str, Epoch]]:
@@ -174,7 +130,8 @@ def measure(arguments: argparse.Namespace) -> WriteUp:
     notes = []
     with tempfile.TemporaryDirectory(prefix="bench-loader-") as name:
         folder = Path(name)
-        dataset = write_dataset(folder / "data", tokens, arguments.seq_len)
+        lengths = np.random.default_rng(0).integers(1, arguments.seq_len // 2, 4 * tokens // arguments.seq_len)
+        dataset = write_dataset(folder / "data", lengths, arguments.seq_len, VOCABULARY)
         readers = [*ours(dataset, arguments.packs), *memmap(dataset, folder, arguments.packs)]
         readers += hugging_face(dataset, arguments.packs)
         if importlib.util.find_spec("litdata"):

@@ -1,0 +1,48 @@
+"""A dataset of random ids with given document lengths, written without a tokenizer, a corpus or a build."""
+
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.cutting import cut
+from pipeline.gather import WindowTokens, gather
+from pipeline.packing import PACKERS
+from shards import Dataset
+from shards.manifest import commit, empty_counts, length_histogram
+from shards.plan import plan_id
+from shards.publish import LocalStore, canonical
+from shards.schema import FORMAT, VERSION, layout_of
+from shards.writer import encode_index, write_shard
+
+WINDOW_TOKENS = 1 << 24
+
+
+def write_dataset(path: Path, lengths: np.ndarray, seq_len: int, vocab_size: int, packer: str = "auto") -> Dataset:
+    """Write documents of these lengths, in tokens, as a dataset; every token but a document's first is a target."""
+    plan = {
+        "format": FORMAT, "version": VERSION, "recipe": 1, "seq_len": seq_len, "seed": 0, "position_ids": True,
+        "packer": {"name": packer, "max_segments": None}, "sources": [{"name": "random"}], "windows": [],
+        "tokenizer": {"digest": "0" * 64, "vocab_size": vocab_size, "max_id": vocab_size - 1}, "part_bytes": 0,
+    }  # fmt: skip
+    store, sidecars, rng, layout = LocalStore(path), [], np.random.default_rng(0), layout_of(plan)
+    store.create()
+    store.put("plan.json", canonical(plan))
+    windows = np.split(lengths, np.flatnonzero(np.diff(np.cumsum(lengths) // WINDOW_TOKENS)) + 1)
+    for window, here in enumerate(windows):
+        tokens = WindowTokens(
+            rng.integers(0, vocab_size, here.sum(), dtype=np.int32), np.zeros(0, np.uint8),
+            np.concatenate([[0], np.cumsum(here)]), np.arange(len(here)) + (window << 32),
+        )  # fmt: skip
+        segments = cut(here.astype(np.int64), seq_len, "split")
+        rows = gather(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
+        sidecars.append(
+            {
+                "window": window, "source": "random", "counts": empty_counts(), "bound_packs": 0, "longest": [],
+                "lengths": length_histogram(here), "segment_lengths": length_histogram(segments.length),
+                "shard": write_shard(store, layout, plan_id(plan), window, rows), "rejected": [],
+                "index": encode_index(rows.index()),
+                "facts": {"stages_s": {}, "tokenizer": {"engine": "", "version": "", "guard": {"result": ""}}},
+            }
+        )  # fmt: skip
+    commit(store, plan, sidecars, {}, {})
+    return Dataset(path)

@@ -1,0 +1,105 @@
+"""The benchmarks work before anyone waits hours for them: the GPU suite in its tiny form, the writer of results."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a file of benchmarks/ by name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def by_name(name):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return by_name
+
+
+def suite(load, tmp_path, monkeypatch, *parts):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    load("gpu_suite").main(["--out", str(tmp_path / "out"), "--device", "cpu", *(["--parts", *parts] if parts else [])])
+    assert not list((tmp_path / "tmp").glob("gpu-suite-*"))
+    assert (tmp_path / "out" / "gpu-suite.md").read_text().startswith("# GPU suite")
+    return json.loads((tmp_path / "out" / "gpu-suite.json").read_text())
+
+
+def test_the_gpu_suite_runs_in_its_tiny_form(load, tmp_path, monkeypatch):
+    found = suite(load, tmp_path, monkeypatch, "equality", "kernels", "llama-1b")
+    assert all(row["equal"] for row in found["equality"])
+    assert {row["backend"] for row in found["equality"]} == {"cpu"}
+    assert [row["documents"] for row in found["kernels"]] == ["32", "128", "lognormal"]
+    assert found["llama-1b"]["disagreements"] == {}
+    assert not [row for row in found["llama-1b"]["rows"] if "failed" in row]
+
+
+@pytest.mark.slow
+def test_the_whole_gpu_suite_runs_in_its_tiny_form(load, tmp_path, monkeypatch):
+    found = suite(load, tmp_path, monkeypatch)
+    assert all(said.endswith(" s") for said in found["parts"].values())
+    assert found["distilgpt2"]["disagreements"] == {}
+    assert [(row["compiled"], row["batches"]) for row in found["loop"]] == [
+        (compiled, batches) for compiled in (False, True) for batches in ("on the device", "from the loader")
+    ]
+
+
+def test_a_part_without_time_left_says_so(load, tmp_path):
+    load("gpu_suite").main(["--out", str(tmp_path), "--device", "cpu", "--seconds", "-1"])
+    parts = json.loads((tmp_path / "gpu-suite.json").read_text())["parts"]
+    assert set(parts.values()) == {"no time left"}
+
+
+def test_results_name_machine_versions_commit_and_command(load, tmp_path, monkeypatch):
+    write_up = load("write_up")
+    made = write_up.WriteUp("Title", ["One sentence."], [("", ["a", "b"], [["x", write_up.middle([1.0, 250.0, 3.0])]])])
+    monkeypatch.setattr(sys, "argv", ["bench_x.py", "--out", str(tmp_path), "--hardware", "box"])
+    write_up.run("x", "", lambda arguments: made, ["numpy", "no-such-package"])
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("x-box-20")
+    text = file.read_text()
+    for part in ("`python benchmarks/bench_x.py --out", "* Commit: ", "* Machine: ", "numpy ", "| x | 3 (1–250) |"):
+        assert part in text
+    assert "no-such-package" not in text
+
+
+def test_quick_prints_and_writes_nothing(load, tmp_path, monkeypatch, capsys):
+    write_up = load("write_up")
+    monkeypatch.setattr(sys, "argv", ["bench_x.py", "--quick", "--out", str(tmp_path)])
+    write_up.run("x", "", lambda arguments: write_up.WriteUp(f"{arguments.repeats} run", []), [])
+    assert "# 1 run" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_runner_knows_every_benchmark():
+    names = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+    assert names == ["build", "loader", "packing", "train"]
+    done = subprocess.run([sys.executable, FOLDER / "run.py", "speed"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "speed: no such benchmark; there are build, loader, packing, train" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["build", "loader", "train"])
+def test_a_benchmark_runs_quickly_and_leaves_nothing(name, tmp_path):
+    command = [sys.executable, str(FOLDER / "run.py"), "--quick", name]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as child:
+        text = child.communicate()[0]
+    assert child.returncode == 0
+    assert "NOT EQUAL" not in text
+    assert text.count("|") > 20
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("bench-")]
