@@ -114,6 +114,8 @@ def plan(
         row["relative_cost"] = row.pop("flops_per_token") / cheapest
     documents = sum(sum(map(len, sample.lengths)) * sample.scale for sample in samples)
     tokens = sum(sum(int(chunk.sum()) for chunk in sample.lengths) * sample.scale for sample in samples)
+    spread = interval(samples, np.sum, None)
+    best = recommend(rows, shape.max_positions)
     known = all(sample.whole or sample.total_bytes is not None for sample in samples)
     total = sum(sum(sample.chunk_bytes) * sample.scale for sample in samples)
     return {
@@ -130,17 +132,17 @@ def plan(
         "corpus": {
             "documents": round(documents),
             "tokens": round(tokens),
-            "tokens_plus_minus": round(interval(samples, np.sum, None) * tokens),
+            "tokens_plus_minus": None if spread is None else round(spread * tokens),
             "longest_seen": int(lengths.max()),
         },
         "build": {
             "seconds": total / seen * elapsed / workers,
             "workers": workers,
-            "disk_bytes": round(tokens * bytes_per_token(encoder, max(seq_lens))),
+            "disk_bytes": round(tokens * bytes_per_token(encoder, best["seq_len"] or min(seq_lens))),
         },
         "model": shape.name,
         "outcomes": rows,
-        "recommendation": recommend(rows, shape.max_positions),
+        "recommendation": best,
     }
 
 
@@ -230,8 +232,8 @@ def _outcome(sample: Sample, seq_len: int, packer: str, shape: ModelShape) -> np
     return np.array([bins.num_bins, kept, lengths.sum(), flops, len(lengths), split], np.float64) * sample.scale
 
 
-def interval(samples: list[Sample], numerator: Any, denominator: Any) -> float:
-    """Return half the width of the 95 % interval of a ratio over chunks.
+def interval(samples: list[Sample], numerator: Any, denominator: Any) -> float | None:
+    """Return half the width of the 95 % interval of a ratio over chunks; None where too few were seen to tell.
 
     Args:
         samples: What was seen.
@@ -246,7 +248,7 @@ def interval(samples: list[Sample], numerator: Any, denominator: Any) -> float:
     else:
         x = np.array([float(denominator(chunk)) for sample in samples for chunk in sample.lengths])
     if len(y) < 2 or not x.sum():
-        return float("inf")
+        return None
     ratio = y.sum() / x.sum()
     deviation = np.sqrt(len(y) / (len(y) - 1) * np.sum((y - ratio * x) ** 2)) / x.sum()
     return float(1.96 * deviation / (ratio if denominator is None and ratio else 1.0))

@@ -67,6 +67,10 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     progress = progress or Progress()
     begin = time.time()
     sources = resolve(config)
+    for source in sources:
+        if source.skipped:
+            kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(source.skipped.items()))
+            progress.say(f"source {source.name!r}: files left out: {kinds}")
     streamed = enumerate_streams(sources)
     if (config.windows or config.finalize) and streamed:
         name = sources[streamed[0][0]].files[streamed[0][1]].name
@@ -87,6 +91,10 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
         if isinstance(error, FileNotFoundError) and (finished := _finished(open_store(config.out), job)) is not None:
             return finished
         number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
+        if number == errno.ENOTDIR:
+            raise PackError(
+                f"{config.out}: is a file, or lies in one; expected a directory. Choose another --out."
+            ) from error
         what, remedy = ("no space left", "Make room") if number in FULL else ("cannot be written", "Mend the disk")
         raise PackError(
             f"{config.out}: {what} ({reason}); the windows that are done are kept. "
@@ -110,7 +118,8 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
     if not config.finalize and not kernels_compiled():
         progress.say("compiling the packing kernels, once on this machine: about ten seconds")
         compile_kernels()
-    num_windows, wait_s = (len(job.plan["windows"]), 0.0) if config.finalize else _run(job, config, store, progress)
+    nothing = (len(job.plan["windows"]), 0.0, 0)
+    num_windows, wait_s, tokens = nothing if config.finalize else _run(job, config, store, progress)
     there = store.sizes("shards")
     missing = sum(f"{number:08d}.json" not in there for number in range(num_windows))
     if missing and config.windows and not config.finalize:
@@ -132,6 +141,7 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
         "workers": config.workers,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.time() - begin, 3),
+        "tokens_read": tokens,  # in these seconds: fewer than all where parts were there already
         "stages_s": {"wait": round(wait_s, 6)},
     }
     return _commit(store, job, survey, num_windows, facts)
@@ -169,7 +179,7 @@ def _prepare(store: Store, config: BuildConfig, job: Job) -> Record | None:
             f"{config.out}: holds something else ({', '.join(strangers[:3])}); expected an empty or absent directory. "
             "Choose another --out."
         )
-    if data is not None and config.overwrite:
+    if data is not None and (config.overwrite or _abandoned(store, data, config, job)):
         store.clear()
     elif data is not None:
         _check_same(data, config, job)
@@ -190,6 +200,13 @@ def _prepare(store: Store, config: BuildConfig, job: Job) -> Record | None:
     if store.get("plan.json") is None:
         store.put("plan.json", canonical(job.plan))
     return None
+
+
+def _abandoned(store: Store, data: bytes, config: BuildConfig, job: Job) -> bool:
+    """Whether all that is there is another plan, of a build that failed before it had written anything."""
+    if config.windows or plan_id(parse_plan(data, f"{config.out}/plan.json")) == job.plan_id:
+        return False
+    return not (store.sizes("shards") or store.sizes("_tmp") or store.size("manifest.json"))
 
 
 def _check_same(data: bytes, config: BuildConfig, job: Job) -> None:
@@ -236,9 +253,9 @@ def _finished(store: Store, job: Job) -> Record | None:
     return manifest if manifest is not None and manifest["plan_id"] == job.plan_id else None
 
 
-def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> tuple[int, float]:
-    """Run what is missing; return the number of windows of the dataset, and the seconds that workers had no work."""
-    begin, busy_s = time.perf_counter(), 0.0
+def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> tuple[int, float, int]:
+    """Run what is missing; return the number of windows of the dataset, the workers' idle seconds, and tokens read."""
+    begin, busy_s, tokens = time.perf_counter(), 0.0, 0
     tally = Tally(config.max_rejected)
     stream = _Stream(job.plan, job.sources)
 
@@ -256,7 +273,8 @@ def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> tup
     for record in ENGINES[config.engine](job, unfinished(chain(planned, stream)), workers, progress.tick):
         tally.add(record["counts"])
         busy_s += record["busy_s"]
-    return stream.next_window, max(0.0, workers * (time.perf_counter() - begin) - busy_s)
+        tokens += record["counts"]["tokens"]["read"]
+    return stream.next_window, max(0.0, workers * (time.perf_counter() - begin) - busy_s), tokens
 
 
 def _redo(job: Job, config: BuildConfig, suspects: set[int], progress: Progress) -> None:

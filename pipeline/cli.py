@@ -217,7 +217,7 @@ def build(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) 
     config = BuildConfig(
         records=records,
         source_records=read_recipe(recipe, records) if recipe else {},
-        workers=workers or usable_cores(),
+        workers=usable_cores() if workers is None else workers,
         **flags,
     )
     with RichProgress(config.progress) as progress:
@@ -361,7 +361,8 @@ def plan(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) -
 
     records = record_options(flags)
     by_name = read_recipe(recipe, records) if recipe else {}
-    found = plan_corpus(records=records, source_records=by_name, workers=workers or usable_cores(), **flags)
+    cores = usable_cores() if workers is None else workers
+    found = plan_corpus(records=records, source_records=by_name, workers=cores, **flags)
     if as_json:
         click.echo(json.dumps(found))
     else:

@@ -13,6 +13,7 @@ Kind = Literal["text", "chat", "instruction"]
 PACKER_NAMES = ("auto", "ffd", "bfd", "next-fit", "wrapped", "bucketed", "unpacked")
 OVERLONG = ("split", "truncate", "truncate-turns", "drop", "error")
 MIB = 1 << 20
+MOST_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +115,15 @@ class BuildConfig:
     "Show progress on stderr; None for when it is a terminal."
 
     def __post_init__(self) -> None:
-        if self.seq_len < 2:
-            raise PackError(f"--seq-len: {self.seq_len}; expected at least 2 tokens.")
+        if not 2 <= self.seq_len <= MOST_SEQ_LEN:
+            raise PackError(f"--seq-len: {self.seq_len:,}; expected 2 to {MOST_SEQ_LEN:,} tokens.")
         if self.workers < 1:
             raise PackError(f"--workers: {self.workers}; expected at least 1.")
         if self.max_segments is not None and self.max_segments < 1:
             raise PackError(f"--max-segments: {self.max_segments}; expected at least 1.")
         if self.window_bytes is not None and self.window_bytes < 1:
             raise PackError(f"--window-bytes: {self.window_bytes}; expected a positive size, such as 64MiB.")
+        if not 0 <= self.max_rejected <= 1:
+            raise PackError(f"--max-rejected: {self.max_rejected:g}; expected a share from 0 to 1, such as 0.01.")
         if self.resume and self.overwrite:
             raise PackError("--resume and --overwrite: choose one.")

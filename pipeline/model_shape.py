@@ -84,7 +84,7 @@ def _hub_config(name: str) -> dict[str, Any]:
     try:
         return dict(AutoConfig.from_pretrained(name).to_dict())
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(" .")
         raise ModelError(
             f"--model {name}: no such directory, file or hub model ({reason}). Name one with a config.json."
         ) from error

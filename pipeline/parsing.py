@@ -151,7 +151,8 @@ def _parse_slowly(line: bytes) -> Any:
             raise BadRecord(f"NUL byte at column {text.index(chr(0)) + 1}; expected JSON") from None
         cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         hint = ", the line seems cut off" if cut else ""
-        raise BadRecord(f"not JSON ({error.msg} at column {error.pos + 1}{hint}); expected one object") from None
+        what = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}{hint}"  # some messages end in 'at'
+        raise BadRecord(f"not JSON ({what}); expected one object") from None
     except UnicodeEncodeError as error:
         surrogate = ord(error.object[error.start])
         raise BadRecord(f"lone surrogate U+{surrogate:04X}; expected text that UTF-8 can hold") from None

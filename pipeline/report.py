@@ -62,6 +62,8 @@ def inspect(
     segments = rows_of(merge([source["segment_lengths"] for source in manifest["sources"]]))
     min_packs = sum(source["bound_packs"] for source in manifest["sources"])
     steps, left_over = divmod(len(dataset), packs_per_step)
+    feedings = compare(segments, dataset.seq_len, shape)
+    feedings[0]["attention_pairs"] = int(index.attention_pairs.sum())  # known exactly, no need of the histogram
     report: Report = {
         "report": REPORT_VERSION,
         "path": str(dataset.path),
@@ -73,7 +75,7 @@ def inspect(
         "lengths": lengths(dataset),
         "segments_per_pack": segments_per_pack(index.num_segments),
         "cost": cost(index, padded=dataset.packer == "bucketed"),
-        "feedings": compare(segments, dataset.seq_len, shape),
+        "feedings": feedings,
         "model": {"name": shape.name, "vocab_size": shape.vocab_size, "max_positions": shape.max_positions},
         "steps": {"packs_per_step": packs_per_step, "per_epoch": steps, "left_over_packs": left_over},
         "sources": [source_figures(source, totals) for source in manifest["sources"]],

@@ -55,6 +55,8 @@ def hub_files(spec: str) -> list[tuple[str, str]]:
     head, _, tail = name.rpartition(":")
     if head and "/" not in tail and not os.path.exists(name):
         name, split = head, tail
+    if not name.strip("/"):
+        raise SourceError(f"{spec} names no dataset; expected hf:NAME, hf:NAME/CONFIG or hf:NAME:SPLIT.")
     last: Exception | None = None
     for path, config in _candidates(name):
         try:

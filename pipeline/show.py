@@ -198,8 +198,9 @@ def rows_of_document(dataset: Dataset, document: int) -> list[int]:
     """
     parts = parts_of(dataset, document >> WINDOW_SHIFT, {document})[document]
     if not parts:
+        name = f"{document >> WINDOW_SHIFT}:{document % 2**WINDOW_SHIFT}"
         raise PackError(
-            f"--doc {document}: no pack holds any token of it; it was dropped or does not exist. See pack inspect."
+            f"--doc {name}: no pack holds any token of it; it was dropped or does not exist. See pack inspect."
         )
     return list(dict.fromkeys(row for _, _, row in parts))
 

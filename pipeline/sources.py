@@ -26,6 +26,7 @@ SUFFIXES = {
     **{".csv": "csv", ".tsv": "tsv", ".txt": "text", ".text": "text", ".md": "text", ".rst": "text"},
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+FOREIGN = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".tgz", ".tar")  # what --format does not help with
 FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))
 UNNAMED = "corpus"
 NAMED = re.compile(r"([A-Za-z0-9_.-]+)=(.+)", re.DOTALL)
@@ -239,7 +240,9 @@ def _expand(spec: str, options: RecordOptions, skipped: dict[str, int]) -> list[
     if os.path.isdir(spec):
         return _expand_directory(spec, spec, options, skipped)
     if not os.path.exists(spec):
-        raise SourceError(f"{spec}: no such file or directory; expected a SOURCE. Check the path.")
+        name = spec.partition("=")[0] if "=" in spec else "/"
+        hint = "" if "/" in name else " A name before = takes letters, digits, _, . and - alone."
+        raise SourceError(f"{spec}: no such file or directory; expected a SOURCE. Check the path.{hint}")
     return [_local(spec, os.path.basename(spec), options)]
 
 
@@ -303,7 +306,7 @@ def _local(location: str, name: str, options: RecordOptions) -> SourceFile:
     if kind is None:
         raise SourceError(
             f"{name}: cannot tell the format from its name; expected {', '.join(SUFFIXES)}, or those with .gz or .zst. "
-            "Give --format."
+            + ("Decompress it, or compress it with gzip or zstd." if Path(name).suffix in FOREIGN else "Give --format.")
         )
     if kind not in FORMATS:
         raise SourceError(f"--format: {kind!r}; expected one of {', '.join(FORMATS)}.")

@@ -3,9 +3,10 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -46,12 +47,31 @@ def percent(share: float) -> str:
 
 def grid(columns: list[str], rows: list[list[str]], title: str = "") -> RenderableType:
     """Return a table whose first column is text; it folds where the terminal is narrow."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for position, name in enumerate(columns):
-        table.add_column(name, justify="right" if position else "left", overflow="fold", header_style="dim")
-    for row in rows:
-        table.add_row(*[Text(cell) for cell in row])
-    return Group(Text(title, style="bold"), table) if title else table
+    return Group(Text(title, style="bold"), Grid(columns, rows)) if title else Grid(columns, rows)
+
+
+class Grid:
+    """A table that gives up space between columns, then breaks cells at spaces, before it breaks a number."""
+
+    def __init__(self, columns: list[str], rows: list[list[str]]) -> None:
+        self.columns, self.rows = columns, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lay the table out in the room there is."""
+        cells = list(zip(self.columns, *self.rows, strict=True))
+        widths = [max(map(cell_len, column)) for column in cells]
+        least = [max(cell_len(word) for cell in column for word in cell.split(" ")) for column in cells]
+        gap = 2 if sum(least) + 2 * (len(least) - 1) <= options.max_width else 1
+        while sum(widths) + gap * (len(widths) - 1) > options.max_width and widths != least:
+            widest = max(range(len(widths)), key=lambda k: (widths[k] > least[k], widths[k]))
+            widths[widest] -= 1
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+        for position, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
+            justify: Literal["left", "right"] = "right" if position else "left"
+            table.add_column(name, justify=justify, overflow="fold", header_style="dim", width=width)
+        for row in self.rows:
+            table.add_row(*[Text(cell) for cell in row])
+        yield table
 
 
 def pairs(rows: list[list[str]]) -> Table:
@@ -154,7 +174,9 @@ def _built(build: Report, tokens: int) -> Iterator[list[str]]:
         yield ["tokenizer engine", f"{entry['engine']} {entry['version']}, guard: {entry['guard']['result']}"]
     seconds = build.get("seconds")
     if seconds:
-        yield ["built in", f"{seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s, {build['workers']} workers"]
+        new = build.get("tokens_read", tokens)
+        last = f" for the last {new:,} tokens" if new < tokens else ""
+        yield ["built in", f"{seconds:,.1f} s{last}, {new / seconds:,.0f} tokens/s, {build['workers']} workers"]
 
 
 Rows = Iterator[list[str]]
@@ -246,10 +268,12 @@ def plan_view(plan: Report) -> Group:
     sample, corpus, build = plan["sample"], plan["corpus"], plan["build"]
     seen = "everything" if sample["whole"] else f"{sample['documents']:,} documents, {size(sample['bytes'])}"
     of = "" if sample["whole"] or not sample["corpus_bytes"] else f" of {size(sample['corpus_bytes'])}"
-    spread = f" ± {corpus['tokens_plus_minus']:,}" if corpus["tokens_plus_minus"] else ""
+    half = corpus["tokens_plus_minus"]
+    spread = " ± unknown" if half is None else f" ± {half:,}" if half else ""
+    about = "" if sample["whole"] else "about "
     rows = [
         ["seen", f"{seen}{of} in {sample['seconds']:.1f} s"],
-        ["corpus", f"about {corpus['documents']:,} documents, {corpus['tokens']:,}{spread} tokens"],
+        ["corpus", f"{about}{corpus['documents']:,} documents, {corpus['tokens']:,}{spread} tokens"],
         [
             "build",
             f"about {duration(build['seconds'])} with {build['workers']} workers, {size(build['disk_bytes'])} on disk",

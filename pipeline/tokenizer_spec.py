@@ -320,8 +320,14 @@ def _download(name: str) -> dict[str, bytes]:
     return files
 
 
+def _reason(error: Exception) -> str:
+    """Return the first line of what a library says, fit for the middle of a sentence."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(" .:") if lines else type(error).__name__
+
+
 def _unknown(name: str, error: Exception) -> TokenizerError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = _reason(error)
     return TokenizerError(
         f"--tokenizer: {name!r} is no directory here, and the hub gave no tokenizer of that name ({reason}). "
         "Check the name and the network, or give a directory."
@@ -337,7 +343,7 @@ def _convert(name: str) -> dict[str, bytes]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _reason(error)
         raise TokenizerError(
             f"--tokenizer: {name!r} holds no tokenizer.json, and transformers cannot convert what it holds ({reason}). "
             "Save the tokenizer with save_pretrained first."

@@ -363,7 +363,7 @@ def test_an_output_directory_that_cannot_be_made_is_one_line(tmp_path, tokenizer
         "build", str(path), "--tokenizer", tokenizer_dir, "--seq-len", "9", "--out", str(tmp_path / "file" / "o")
     )
     assert result.exit_code == 1
-    assert "cannot be written" in result.stderr or "Not a directory" in result.stderr
+    assert "is a file, or lies in one; expected a directory. Choose another --out." in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
 
@@ -386,3 +386,49 @@ def test_verify_against_the_sources_finds_every_document_or_names_the_first_that
     wrong = run("verify", str(tmp_path / "out"), "--against", str(other))
     assert wrong.exit_code == 1
     assert "F2" in wrong.stderr
+
+
+def test_a_build_that_failed_before_it_wrote_anything_leaves_room_for_the_mended_command(tmp_path, tokenizer_dir):
+    path = write_jsonl(tmp_path / "c.jsonl", ["x y z"] * 9)
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "9", "--out", str(tmp_path / "o"), "--workers", "1"]
+    assert run("build", str(path), *flags, "--text-field", "body").exit_code == 1
+    assert run("build", str(path), *flags).exit_code == 0
+    other = run("build", str(path), *flags, "--seed", "1")
+    assert other.exit_code == 1
+    assert "another plan (seed: 0 there, 1 here)" in other.stderr
+
+
+def test_the_speed_after_a_resumed_build_counts_what_that_run_read(tmp_path, tokenizer_dir):
+    path = write_jsonl(tmp_path / "c.jsonl", [f"{number} x y z" for number in range(400)])
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "64", "--out", str(tmp_path / "o"), "--workers", "1"]
+    flags += ["--window-bytes", "2KB"]
+    whole = json.loads(run("build", str(path), *flags, "--json").stdout)
+    tokens = whole["totals"]["tokens"]["read"]
+    assert whole["facts"]["tokens_read"] == tokens
+    next((tmp_path / "o" / "shards").glob("00000001-*.arrow")).unlink()
+    rest = json.loads(run("build", str(path), *flags, "--json", "--resume").stdout)
+    assert 0 < rest["facts"]["tokens_read"] < tokens / 2
+    assert f"for the last {rest['facts']['tokens_read']:,} tokens" in run("inspect", str(tmp_path / "o")).stdout
+
+
+def test_files_of_a_directory_that_are_left_out_are_named(tmp_path, tokenizer_dir):
+    write_jsonl(tmp_path / "a.jsonl", ["x y z"])
+    (tmp_path / "b.png").write_bytes(b"x")
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "9", "--out", str(tmp_path / "o"), "--workers", "1"]
+    assert "source 'corpus': files left out: 1 .png" in run("build", str(tmp_path), *flags).stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seq-len", "3000000000"], "--seq-len: 3,000,000,000; expected 2 to 16,777,216 tokens."),
+        (["--workers", "0"], "--workers: 0; expected at least 1."),
+        (["--max-rejected", "2"], "--max-rejected: 2; expected a share from 0 to 1, such as 0.01."),
+    ],
+)
+def test_a_flag_out_of_range_is_one_line(tmp_path, tokenizer_dir, flags, message):
+    path = write_jsonl(tmp_path / "c.jsonl", ["x y z"])
+    result = run(
+        "build", str(path), "--tokenizer", tokenizer_dir, "--seq-len", "9", "--out", str(tmp_path / "o"), *flags
+    )
+    assert result.stderr == f"Error: {message}\n"

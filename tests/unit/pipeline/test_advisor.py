@@ -61,6 +61,14 @@ def test_a_part_of_the_corpus_stands_for_the_whole(corpus, encoder, monkeypatch)
     assert abs(part["corpus"]["tokens"] - whole["corpus"]["tokens"]) < 2 * spread
 
 
+def test_a_single_chunk_gives_no_interval_instead_of_an_infinite_one(corpus, encoder, monkeypatch):
+    monkeypatch.setattr("pipeline.advisor.CHUNK_BYTES", 4096)
+    found = plan(resolve_specs([str(corpus / "a.jsonl")], RecordOptions()), encoder, seconds=0.0, seq_lens=(1024,))
+    assert found["corpus"]["tokens_plus_minus"] is None
+    assert found["outcomes"][0]["documents_cut_plus_minus"] is None
+    json.dumps(found, allow_nan=False)
+
+
 def test_every_source_is_seen_even_when_there_is_no_time(corpus, encoder):
     sources = resolve_specs([f"one={corpus / 'a.jsonl'}", f"two={corpus / 'b.json'}"], RecordOptions())
     samples = draw(sources, encoder, 0.0, 0)

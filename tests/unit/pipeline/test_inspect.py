@@ -1,5 +1,6 @@
 """`pack inspect` on the terminal and as JSON."""
 
+import io
 import json
 import re
 from itertools import pairwise
@@ -7,11 +8,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from pipeline.cli import main
 from pipeline.deep import deep
 from pipeline.inspection import typical_lengths
-from pipeline.terminal import duration, percent, size
+from pipeline.terminal import Grid, duration, percent, size
 from shards import Dataset
 
 
@@ -105,3 +107,13 @@ def test_figures_are_written_as_people_read_them():
     assert [percent(0.0), percent(0.5), percent(0.9999), percent(0.00012)] == ["0.0%", "50.0%", "99.990%", "0.012%"]
     assert [size(512), size(2048), size(3 << 30)] == ["512 B", "2.0 KiB", "3.0 GiB"]
     assert [duration(5), duration(90), duration(600), duration(7200 * 3)] == ["5.0 s", "90 s", "10 min", "6.0 h"]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_a_table_gives_up_space_before_it_breaks_a_number(columns):
+    rows = [["documents", "1,234.5", "98", "12,345"], ["segments", "383.3", "1", "1,048,576"]]
+    console = Console(width=columns, file=io.StringIO())
+    console.print(Grid(["", "mean of all the documents there are", "p1", "max"], rows))
+    text = console.file.getvalue()
+    assert all(cell in text for row in rows for cell in row)
+    assert max(map(len, text.splitlines())) <= columns
