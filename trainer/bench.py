@@ -101,7 +101,7 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
     Raises:
         PackError: Data, model and settings do not fit.
     """
-    device = torch.device(config.device or _best_device())
+    device = _device(config.device)
     dtype = config.dtype or ("bf16" if device.type == "cuda" else "fp32")
     with tempfile.TemporaryDirectory(prefix="shardpack-bench-") as folder:
         corpus = _corpus(config, Path(folder), tell)
@@ -115,8 +115,14 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
     return {"version": VERSION, "data": corpus.name, "model": config.model or "demo", "seed": config.seed} | result
 
 
-def _best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+def _device(name: str | None) -> torch.device:
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    found = [kind for kind, here in there.items() if here]
+    if name is not None and name.partition(":")[0] not in found:
+        raise PackError(
+            f"--device {name}: this torch sees no such device; it sees {', '.join(found)}. Choose one of these."
+        )
+    return torch.device(name or found[0])
 
 
 def _default_model(folder: Path, corpus: Corpus) -> str:

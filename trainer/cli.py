@@ -145,6 +145,11 @@ def check_model(ctx: click.Context, model: str, as_json: bool) -> None:
         ctx.exit(1)
 
 
+# the keys of STRATEGIES and PRESETS, which would import torch
+STRATEGY_NAMES = (
+    "padded-max", "padded-longest", "length-bucketed", "packed-dense", "packed-varlen", "hf-flattening", "trl-packed",
+)  # fmt: skip
+PRESET_NAMES = ("distilgpt2-wikitext2",)
 BENCH_OPTIONS: list[tuple[str, Any, str]] = [
     ("model", str, "Model name, directory or config JSON. [default: the demo's small Llama]"),
     ("tokenizer", str, "Tokenizer of a SOURCE. [default: the model's]"),
@@ -167,8 +172,8 @@ def _bench_options(command: Command) -> Command:
 
 @click.command()
 @click.argument("data", required=False, metavar="[DATASET|SOURCE]")
-@click.option("--preset", type=click.Choice(["distilgpt2-wikitext2"]), help="Settings of a well-known exercise.")
-@click.option("--strategies", help="Ways of feeding, with commas. [default: all]")
+@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Settings of a well-known exercise.")
+@click.option("--strategies", help=f"Ways of feeding, with commas: {', '.join(STRATEGY_NAMES)}. [default: all]")
 @_bench_options
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write a page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")

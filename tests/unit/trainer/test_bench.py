@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.bench_view import figures_table, page, remarks, show
 from shards import PackError
 from trainer import measuring, strategies
-from trainer.bench import BenchConfig, run_bench
+from trainer.bench import PRESETS, BenchConfig, run_bench
+from trainer.cli import PRESET_NAMES, STRATEGY_NAMES
 from trainer.strategies import STRATEGIES, HostFed, MicroBatch, Shape, cut_padded_longest
 
 NUM_DOCUMENTS, BATCH, STEPS = 60, 4, 5  # a step holds 3 padded batches: together all documents
@@ -185,6 +186,11 @@ def test_a_learned_position_table_sets_the_limit(corpus, tmp_path):
     assert result["disagreements"] == {}
 
 
+def test_the_command_line_names_what_there_is():
+    assert tuple(STRATEGIES) == STRATEGY_NAMES
+    assert tuple(PRESETS) == PRESET_NAMES
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -192,6 +198,7 @@ def test_a_learned_position_table_sets_the_limit(corpus, tmp_path):
         ({"strategies": ("padded", "packed-varlen")}, "--strategies: 'padded'; expected some of padded-max"),
         ({"strategies": ()}, "--strategies: none"),
         ({"dtype": "fp8"}, "--dtype: 'fp8'"),
+        ({"device": "tpu"}, "--device tpu: this torch sees no such device; it sees"),
         ({"seq_len": 64}, "is a dataset and has its own"),
         ({"tokens_per_batch": 20}, "--tokens-per-batch: 20; expected at least one pack of 48 tokens"),
         ({"batch": 100}, "60 documents; expected at least 300 for a step"),
