@@ -90,7 +90,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise BadRecord(f"{name_of(record)}; expected a JSON object")
     if len(record) == 1 and FAULT in record:
-        raise BadRecord(str(record[FAULT]))
+        fault = record[FAULT]
+        raise BadRecord(str(fault[0] if isinstance(fault, list) and fault else fault))
     return record
 
 
@@ -105,8 +106,8 @@ def text_of(record: dict[str, Any], path: str) -> str:
         return _text(record[path], path)
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
-            present = ", ".join(map(repr, list(record)[:20])) or "no fields at all"
-            raise BadRecord(f"no field {path!r}, only {present}; expected the text there (see --text-field)")
+            present = f"only {', '.join(map(repr, list(record)[:20]))}" if record else "and no other either"
+            raise BadRecord(f"no field {path!r}, {present}; expected the text there (see --text-field)")
         value = value[key]
     return _text(value, path)
 

@@ -161,7 +161,7 @@ def reading_as(kind: str, name: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SourceError(f"{name}: cannot be read as {kind} ({reason}). Write the file again.") from None
+        raise SourceError(f"{name}: cannot be read as {kind} ({reason.rstrip(' .')}). Write the file again.") from None
 
 
 def is_lines(head: bytes) -> bool:

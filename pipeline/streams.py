@@ -20,7 +20,7 @@ from pipeline.saved import arrow_batches, ipc_batches, is_lines, reading_as
 from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError
 
-FAULT = ""  # the only key of a line that stands for an unreadable row
+FAULT = ""  # the only key of a line that stands for an unreadable row: the reason, or [reason, row]
 CHUNK_BYTES = 1 << 20
 MAX_ELEMENT_CHARS = 1 << 28  # a JSON value that is not complete by then is taken for broken
 
@@ -166,11 +166,13 @@ def _csv_rows(file: SourceFile, chunks: Iterable[bytes]) -> Iterator[bytes]:
     rows = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",", strict=True)
     try:
         header = next(rows, [])
+        if twice := next((name for name in header if name and header.count(name) > 1), None):
+            raise SourceError(f"{file.name}: has two columns {twice!r}; expected one of a name. Rename one.")
         for row in rows:
             if len(row) == len(header):
                 yield _dump(dict(zip(header, row, strict=True)))
             elif row:
-                yield orjson.dumps({FAULT: f"{len(row)} fields where the header has {len(header)}"})
+                yield _dump({FAULT: [f"{len(row)} fields where the header has {len(header)}", row]})
     except csv.Error as error:
         kind = file.format.upper()
         raise SourceError(f"{file.name}, line {rows.line_num}: not {kind} ({error}). Mend the file.") from None

@@ -50,7 +50,7 @@ ACCEPTED = {
 }
 REJECTED = {
     "a missing field": (b'{"txt": "a", "id": 3}', "no field 'text', only 'txt', 'id'; expected the text there"),
-    "no fields": (b"{}", "no field 'text', only no fields at all"),
+    "no fields": (b"{}", "no field 'text', and no other either"),
     "null text": (b'{"text": null}', "field 'text' is null; expected text"),
     "a number as text": (b'{"text": 3.5}', r"field 'text' is a number \(3.5\); expected text"),
     "a list as text": (b'{"text": ["a"]}', "field 'text' is a list; expected text"),

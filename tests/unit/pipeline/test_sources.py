@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import MIB, RecordOptions
+from pipeline.parsing import BadRecord, parse_object
 from pipeline.records import WindowReader
 from pipeline.sources import (
     Source,
@@ -410,6 +411,21 @@ def test_rows_that_do_not_fit_their_header_are_bad_records(tmp_path):
     assert read_all(sources, on_error="skip") == ["a, b", "two\nlines"]
     with pytest.raises(SourceError, match=r"a\.csv, record 2: 3 fields where the header has 2"):
         read_all(sources)
+
+
+def test_a_csv_row_that_does_not_fit_is_kept_with_its_reason(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"n,text\n1,2,y\n")
+    [source] = resolve_specs([str(tmp_path / "a.csv")], OPTIONS)
+    [(_, payload)] = stream_parts(source, 0, 100)
+    with pytest.raises(BadRecord, match=r"^3 fields where the header has 2$"):
+        parse_object(payload)
+    assert json.loads(payload)[""][1] == ["1", "2", "y"]
+
+
+def test_two_csv_columns_of_one_name_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"text,,text,\nx,,y,\n")
+    with pytest.raises(SourceError, match=r"a\.csv: has two columns 'text'"):
+        read_all(resolve_specs([str(tmp_path / "a.csv")], OPTIONS))
 
 
 def test_stdin_is_read_once_and_cut_like_any_stream(monkeypatch):
