@@ -272,10 +272,9 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
     for problem in report.problems if not as_json else ():
         click.echo(problem.message, err=True)
     if not as_json and report.ok:
-        click.echo(
-            f"{dataset}: sound ({level}: {report.shards_checked} shards, {report.packs_checked:,} packs, "
-            f"{report.tokens_checked:,} tokens checked)" + (f"; {report.against}" if report.against else "")
-        )
+        rows = f"{report.shards_checked} shards, {report.packs_checked:,} packs, {report.tokens_checked:,} tokens"
+        seen = "files, sizes and sums" if level == "size" else rows
+        click.echo(f"{dataset}: sound ({level}: {seen} checked){report.against and '; '}{report.against}")
     if not report.ok:
         raise SystemExit(1)
 

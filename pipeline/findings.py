@@ -87,13 +87,6 @@ def model(report: Report) -> Iterator[str]:
         )
 
 
-def steps(report: Report) -> Iterator[str]:
-    """Too few packs for a step."""
-    wanted = report["steps"]["packs_per_step"]
-    if 0 < report["packs"] < wanted:
-        yield f"All {report['packs']:,} packs are fewer than one step of {wanted:,}; an epoch would not fill a step."
-
-
 def repeats(report: Report) -> Iterator[str]:
     """A mix that shows some source again and again."""
     for entry in report["mix"]:
@@ -110,4 +103,4 @@ def engines(report: Report) -> Iterator[str]:
         yield "The fast tokenizer engine gave other ids than the reference; the windows were built with the reference."
 
 
-CHECKS: tuple[Check, ...] = (emptiness, packing, losses, model, steps, repeats, engines)
+CHECKS: tuple[Check, ...] = (emptiness, packing, losses, model, repeats, engines)

@@ -4,7 +4,7 @@ Bad records are tallied against the limit; windows that a fast tokenizer engine 
 and a dataset that would have hardly anything to train on is refused with the likely cause.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipeline.documents import explain_no_targets
@@ -23,9 +23,12 @@ class Tally:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.read = self.rejected = 0
+        self.example = ""
 
-    def add(self, counts: Record) -> None:
+    def add(self, counts: Record, rejected: Sequence[Record] = ()) -> None:
         """Count a window; stop early where far too many records are bad."""
+        if rejected and not self.example:
+            self.example = f" (the first: {rejected[0]['where']}: {rejected[0]['reason']})"
         self.read += counts["documents"]["read"]
         self.rejected += counts["documents"]["dropped"].get("rejected", 0)
         if self.read >= SETTLED:
@@ -35,8 +38,8 @@ class Tally:
         """Raise PackError where the share of bad records is above the limit."""
         if self.rejected > self.limit * self.read:
             raise PackError(
-                f"{self.rejected:,} of {self.read:,} records are bad, more than --max-rejected {self.limit:g}; "
-                "the sidecars in shards/ list them. Mend the corpus, or raise the limit and --resume."
+                f"{self.rejected:,} of {self.read:,} records are bad, more than --max-rejected {self.limit:g}"
+                f"{self.example}; the sidecars in shards/ list them. Mend the corpus, or raise the limit and --resume."
             )
 
 
@@ -64,7 +67,7 @@ def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
     for sidecar in all_sidecars(store, num_windows):
         kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
         totals = add_counts(totals, sidecar["counts"])
-        tally.add(sidecar["counts"])
+        tally.add(sidecar["counts"], sidecar["rejected"])
         fact = sidecar["facts"]["tokenizer"]
         lied |= fact["guard"]["result"] == "differs"
         if fact["engine"] != REFERENCE:

@@ -17,7 +17,7 @@ from pipeline.cutting import Segments, cut
 from pipeline.documents import Documents, make_documents
 from pipeline.gather import WindowTokens, count_targets, gather
 from pipeline.packing import PACKERS, lower_bound
-from pipeline.records import Rejected, WindowReader
+from pipeline.records import RecordBatch, Rejected, WindowReader
 from pipeline.sources import Slice, Source
 from pipeline.stages import Stages
 from pipeline.tokenizing import Encoder
@@ -79,10 +79,11 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, stages: Sta
     source = job.sources[task.source]
     reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
     trusted = not encoder.guard_failed
-    documents, dropped = read_documents(reader, encoder, source, task.window, stages, tick)
+    limit = None if job.plan["packer"]["name"] == "wrapped" else job.plan["seq_len"]
+    documents, dropped = read_documents(reader, encoder, source, task.window, stages, tick, limit)
     if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
         reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
-        documents, dropped = read_documents(reader, encoder, source, task.window, stages, tick)
+        documents, dropped = read_documents(reader, encoder, source, task.window, stages, tick, limit)
     layout = layout_of(job.plan)
     packer = job.plan["packer"]
     counts = empty_counts()
@@ -136,9 +137,18 @@ def _rejected(entry: Rejected, window: int) -> dict[str, Any]:
 
 
 def read_documents(
-    reader: WindowReader, encoder: Encoder, source: Source, window: int, stages: Stages, tick: Tick
+    reader: WindowReader,
+    encoder: Encoder,
+    source: Source,
+    window: int,
+    stages: Stages,
+    tick: Tick,
+    seq_len: int | None = None,
 ) -> tuple[WindowTokens, dict[str, int]]:
-    """Read and tokenize a window; return its documents, and how many records gave none, by reason."""
+    """Read and tokenize a window; return its documents, and how many records gave none, by reason.
+
+    With `seq_len` and the policy "error", the first document longer than that raises PackError.
+    """
     parts: list[Documents] = []
     dropped: dict[str, int] = {}
     reader.spent = stages.inside("read")
@@ -152,6 +162,8 @@ def read_documents(
             documents, drops = make_documents(batch, encoder, source.options, on_error="skip")
         for index, reason in documents.rejected:
             batch.reject(index, reason)
+        if source.options.overlong_policy == "error" and seq_len is not None:
+            _check_lengths(documents, batch, seq_len)
         for reason, number in drops.items():
             dropped[reason] = dropped.get(reason, 0) + number
         parts.append(documents)
@@ -199,8 +211,6 @@ def _segments(documents: WindowTokens, source: Source, plan: Plan, counts: dict[
     wanted = (targets > 0) | options.keep_no_target
     chosen = np.flatnonzero(wanted)
     policy = "wrapped" if wrapped else options.overlong_policy
-    if policy == "error":
-        _check_lengths(documents, lengths, seq_len, source)
     turns = _turns(documents, chosen) if policy == "truncate-turns" else {}
     pieces = cut(lengths[chosen], seq_len, policy, truncate_side=options.truncate_side, **turns)
     segments = Segments(chosen[pieces.document], pieces.start, pieces.length)
@@ -259,12 +269,12 @@ def _turns(documents: WindowTokens, chosen: np.ndarray) -> dict[str, np.ndarray]
     return {"turn_ends": ends, "turn_offsets": _join_offsets([np.append(0, np.cumsum(lengths[chosen]))])}
 
 
-def _check_lengths(documents: WindowTokens, lengths: np.ndarray, seq_len: int, source: Source) -> None:
+def _check_lengths(documents: Documents, batch: RecordBatch, seq_len: int) -> None:
+    """Stop at the first document that is too long, where the user asked for that."""
+    lengths = np.diff(documents.offsets)
     over = np.flatnonzero(lengths > seq_len)
     if len(over):
-        first = int(documents.doc_ids[over[0]])
         raise PackError(
-            f"source {source.name!r}, window {first >> 32}, record {first & 0xFFFFFFFF}: has {lengths[over[0]]:,} "
-            f"tokens; expected at most {seq_len:,} ({len(over):,} such documents in this window). "
-            "Choose --overlong split, truncate or drop, or a larger --seq-len."
+            f"{batch.where(int(documents.indices[over[0]]))}: has {lengths[over[0]]:,} tokens; expected at most "
+            f"{seq_len:,}. Choose another --overlong (split, truncate, drop) or a larger --seq-len."
         )

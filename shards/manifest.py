@@ -156,7 +156,9 @@ def commit(
         "facts": facts | {"stages_s": stages, "tokenizer": list(engines.values())},
     }
     if wrong := imbalance(totals):
-        raise FormatError(f"{store.location}: {wrong} (F14). This is a fault of shardpack: please report it.", "F14")
+        raise FormatError(
+            f"{store.location}: {wrong} (rule F14). This is a fault of shardpack: please report it.", "F14"
+        )
     if rejected:
         store.put("rejected.jsonl", b"".join(rejected))
     for name, content in datasets_files(plan, manifest).items():

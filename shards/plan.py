@@ -32,7 +32,7 @@ def check_version(record: dict[str, Any], where: str, rule: str = "F1") -> None:
     if found != (FORMAT, VERSION):
         raise FormatError(
             f"{where}: found format {found[0]!r} version {found[1]!r}, this version reads {FORMAT!r} version {VERSION} "
-            f"({rule}). "
+            f"(rule {rule}). "
             "Use the release of shardpack that wrote it, or build again.",
             rule,
         )
@@ -44,7 +44,7 @@ def parse_plan(data: bytes, where: str) -> Plan:
         plan = json.loads(data)
         check_version(plan, where, "F2")
     except (ValueError, AttributeError) as error:
-        raise FormatError(f"{where}: is not JSON (F2). Build again with --overwrite.", "F2") from error
+        raise FormatError(f"{where}: is not JSON (rule F2). Build again with --overwrite.", "F2") from error
     return dict(plan)
 
 

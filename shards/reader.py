@@ -71,7 +71,7 @@ class Shard:
                 arrow = list(stream)
         except (pa.ArrowInvalid, OSError) as error:
             raise FormatError(
-                f"{path}: is not a readable Arrow stream (F4). Restore it, or build again.", "F4"
+                f"{path}: is not a readable Arrow stream (rule F4). Restore it, or build again.", "F4"
             ) from error
         self.batches = [_views(batch, path) for batch in arrow]
         self.starts = [0]
@@ -107,7 +107,7 @@ def _views(batch: pa.RecordBatch, path: Path) -> _Batch:
             rows[name] = column.to_numpy(zero_copy_only=True)
     for name in TOKEN_COLUMNS:
         if name in lists and not np.array_equal(lists[name][1], lists["input_ids"][1]):
-            raise FormatError(f"{path}: {name} and input_ids differ in length (F7). Build again.", "F7")
+            raise FormatError(f"{path}: {name} and input_ids differ in length (rule F7). Build again.", "F7")
     return _Batch(lists, rows)
 
 
@@ -117,11 +117,13 @@ def check_size(path: Path, expected_bytes: int) -> None:
         size = os.stat(path).st_size
     except FileNotFoundError as error:
         raise FormatError(
-            f"{path}: is missing; the manifest lists {expected_bytes:,} bytes (F3). Restore it, or build again.", "F3"
+            f"{path}: is missing; the manifest lists {expected_bytes:,} bytes (rule F3). Restore it, or build again.",
+            "F3",
         ) from error
     if size != expected_bytes:
         raise FormatError(
-            f"{path}: has {size:,} bytes, the manifest says {expected_bytes:,} (F3). Restore it, or build again.", "F3"
+            f"{path}: has {size:,} bytes, the manifest says {expected_bytes:,} (rule F3). Restore it, or build again.",
+            "F3",
         )
 
 
@@ -138,11 +140,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         unfinished = (path / "plan.json").exists()
         state = "holds an unfinished build" if unfinished else "is not a shardpack dataset"
         advice = "Finish it with pack build … --resume." if unfinished else "Name a directory that pack build wrote."
-        raise FormatError(f"{path}: {state}; expected manifest.json (F1). {advice}", "F1") from error
+        raise FormatError(f"{path}: {state}; expected manifest.json (rule F1). {advice}", "F1") from error
     try:
         check_version(json.loads(data), str(file))
     except (ValueError, AttributeError) as error:
-        raise FormatError(f"{file}: is not JSON (F1). Restore it, or build again.", "F1") from error
+        raise FormatError(f"{file}: is not JSON (rule F1). Restore it, or build again.", "F1") from error
     return unseal(data, str(file), "F1")
 
 
@@ -151,17 +153,17 @@ def read_index(path: Path, record: dict[str, Any]) -> pa.Table:
     file = path / "index.arrow"
     check_size(file, record["bytes"])
     if not record["bytes"]:
-        raise FormatError(f"{file}: is empty (F13). Restore it, or build again.", "F13")
+        raise FormatError(f"{file}: is empty (rule F13). Restore it, or build again.", "F13")
     with file.open("rb") as handle:
         mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     if xxhash.xxh3_128_hexdigest(mapped) != record["xxh3_128"]:
         raise FormatError(
-            f"{file}: does not match its checksum in the manifest (F13). Restore it, or build again.", "F13"
+            f"{file}: does not match its checksum in the manifest (rule F13). Restore it, or build again.", "F13"
         )
     table = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))).read_all()
     if table.schema.names != INDEX_SCHEMA.names:
         raise FormatError(
-            f"{file}: has columns {table.schema.names}; expected {INDEX_SCHEMA.names} (F13). Build again.", "F13"
+            f"{file}: has columns {table.schema.names}; expected {INDEX_SCHEMA.names} (rule F13). Build again.", "F13"
         )
     return table
 
@@ -213,7 +215,7 @@ class Dataset:
         try:
             return parse_plan(file.read_bytes(), str(file))
         except FileNotFoundError as error:
-            raise FormatError(f"{file}: is missing (F2). Restore it, or build again.", "F2") from error
+            raise FormatError(f"{file}: is missing (rule F2). Restore it, or build again.", "F2") from error
 
     @property
     def sources(self) -> list[tuple[str, int, int]]:

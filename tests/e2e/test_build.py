@@ -120,7 +120,7 @@ def test_the_balance_sheet_counts_every_document_and_token(tmp_path, tokenizer_d
 
 def test_overlong_error_names_the_record(tmp_path, tokenizer_dir):
     path = write_jsonl(tmp_path / "c.jsonl", ["short", "q " * 100])
-    with pytest.raises(PackError, match=r"record 1: has \d+ tokens; expected at most 40"):
+    with pytest.raises(PackError, match=r"c\.jsonl, line 2: has \d+ tokens; expected at most 40"):
         build(config(path, tokenizer_dir, tmp_path / "out", seq_len=40, records=RecordOptions(overlong="error")))
 
 

@@ -137,7 +137,7 @@ def test_seven_long_documents_of_a_hundred_are_counted_or_stop_the_build_by_name
         "--no-eos", "--overlong", "error",
     )  # fmt: skip
     assert stopped.exit_code == 1
-    assert "record 3: has 25 tokens; expected at most 20 (7 such documents" in stopped.stderr
+    assert "line 4: has 25 tokens; expected at most 20" in stopped.stderr
     assert not (tmp_path / "strict" / "manifest.json").exists()
 
 

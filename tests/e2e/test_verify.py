@@ -156,7 +156,7 @@ def test_an_unknown_version_is_refused_with_what_is_read_instead(copy, place, ch
 def test_a_shard_of_the_wrong_size_is_refused_before_it_is_mapped(copy, place):
     path = place("shard")
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(FormatError, match=r"has [\d,]+ bytes, the manifest says [\d,]+ \(F3\)") as caught:
+    with pytest.raises(FormatError, match=r"has [\d,]+ bytes, the manifest says [\d,]+ \(rule F3\)") as caught:
         Dataset(copy)
     assert "\n" not in str(caught.value)
 
@@ -165,7 +165,8 @@ def test_a_directory_without_a_dataset_is_one_line(tmp_path):
     code, stderr = run_verify(tmp_path)
     assert code == 1
     assert stderr.strip().splitlines() == [
-        f"{tmp_path}: is not a shardpack dataset; expected manifest.json (F1). Name a directory that pack build wrote."
+        f"{tmp_path}: is not a shardpack dataset; expected manifest.json (rule F1). "
+        "Name a directory that pack build wrote."
     ]
 
 

@@ -182,7 +182,6 @@ def test_a_config_without_a_shape_is_refused():
             {"lost": {"a": {"overlong": 64}}},
             "Source 'a': 50.0% of its tokens were lost (overlong 64)",
         ),
-        ({"a": [[32, 32]]}, {}, "fewer than one step of 32"),
     ],
 )
 def test_a_person_is_warned_in_plain_words(write_dataset, sources, options, expected):

@@ -109,7 +109,7 @@ def test_a_truncated_shard_is_refused_before_it_is_mapped(tmp_path):
     record = write_shard(store, layout, "plan", 0, make_rows(ROWS, layout))
     path = tmp_path / record["file"]
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(FormatError, match=r"has [\d,]+ bytes, the manifest says .* \(F3\)"):
+    with pytest.raises(FormatError, match=r"has [\d,]+ bytes, the manifest says .* \(rule F3\)"):
         Shard(path, record["bytes"])
 
 
