@@ -71,10 +71,11 @@ def memmap(dataset: Dataset, folder: Path, packs: int) -> Iterator[tuple[str, st
         for row in range(len(dataset)):
             dataset.pack(row)[0].tofile(out)
     seq_len, rng = dataset.seq_len, np.random.default_rng(0)
+    blocks = int(dataset.index.num_tokens.sum()) // seq_len
 
     def epoch() -> int:
         ids, total = np.memmap(file, np.uint16, "r"), 0
-        for starts in rng.permutation(len(dataset))[: len(dataset) // packs * packs].reshape(-1, packs) * seq_len:
+        for starts in rng.permutation(blocks)[: blocks // packs * packs].reshape(-1, packs) * seq_len:
             rows = [torch.from_numpy(ids[start : start + seq_len].astype(np.int64)) for start in starts.tolist()]
             total += torch.stack(rows).numel()
         return total

@@ -97,10 +97,10 @@ def test_the_library_of_this_python_is_found():
 
 
 def session_of(process):
-    """Return the session of a process, None for one that has ended meanwhile."""
+    """Return the session of a process, None for one that has ended."""
     try:
-        return os.getsid(process.pid)
-    except ProcessLookupError:
+        return None if process.status() == psutil.STATUS_ZOMBIE else os.getsid(process.pid)
+    except (ProcessLookupError, psutil.NoSuchProcess):
         return None
 
 
