@@ -25,6 +25,8 @@ def check_dataset(dataset: Dataset, report: ModelReport, model: Any, config: Tra
     """
     if not len(dataset):
         raise PackError(f"{dataset.path}: has no packs; expected some. Build it from a corpus with documents.")
+    if not dataset.index.num_targets.any():
+        raise PackError(f"{dataset.path}: has no targets; expected some. Build it with another --train-on.")
     check_vocabulary(report, dataset.max_token_id)
     notes = check_segments(report, int(dataset.index.max_seqlen.max()))
     return notes + check_tokenizer(dataset, config.model, config.force)
@@ -39,6 +41,19 @@ def check_packed(dataset: Dataset, force: bool) -> None:
         )
 
 
+def check_same_tokenizer(dataset: Dataset, held_out: Dataset) -> None:
+    """Refuse to score a model on ids that mean other text than those it learned from.
+
+    Raises:
+        PackError: The two datasets have different tokenizers.
+    """
+    if differing := _differing(_own_tokenizer(dataset), _own_tokenizer(held_out)):
+        raise PackError(
+            f"--eval {held_out.path}: its tokenizer differs from the one of {dataset.path} ({', '.join(differing)}). "
+            "Build both with the same."
+        )
+
+
 def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:
     """Hold a dataset's tokenizer against the model's own, where it has one.
 
@@ -47,17 +62,28 @@ def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:
     """
     if Path(model).suffix == ".json":  # random weights: no tokenizer is theirs
         return []
-    ours, theirs = dataset.path / "tokenizer" / "tokenizer.json", _tokenizer_file(model)
+    ours, theirs = _own_tokenizer(dataset), _tokenizer_file(model)
     if theirs is None or not ours.exists():
         return ["tokenizer: the model brings none to compare the dataset's with"]
-    left, right = (json.loads(path.read_text(encoding="utf-8")) for path in (ours, theirs))
-    differing = [part for part in _TOKENIZER_PARTS if left.get(part) != right.get(part)]
+    differing = _differing(ours, theirs)
     if not differing:
         return []
     message = f"{dataset.path}: its tokenizer differs from the one of {model} ({', '.join(differing)})"
     if force:
         return [message]
     raise PackError(f"{message}; the same ids would mean other text. Build with --tokenizer {model}, or pass --force.")
+
+
+def _own_tokenizer(dataset: Dataset) -> Path:
+    return dataset.path / "tokenizer" / "tokenizer.json"
+
+
+def _differing(left: Path, right: Path) -> list[str]:
+    """Return the parts in which two tokenizer.json differ; none where one of them is not there."""
+    if not (left.exists() and right.exists()):
+        return []
+    one, other = (json.loads(path.read_text(encoding="utf-8")) for path in (left, right))
+    return [part for part in _TOKENIZER_PARTS if one.get(part) != other.get(part)]
 
 
 def _tokenizer_file(model: str) -> Path | None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -105,11 +106,18 @@ def train(as_json: bool, **flags: Any) -> None:
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    result = run(config)
+    try:
+        result = run(config)
+    except KeyboardInterrupt:
+        saved = any(Path(config.out, "checkpoints").glob("step-*"))
+        way = "add --resume to continue from the newest checkpoint" if saved else "there is no checkpoint yet"
+        click.echo(f"{config.out}: stopped; {way}.", err=True)
+        raise SystemExit(130) from None
     if not result.is_main:
         return
     if as_json:
-        click.echo(json.dumps(asdict(result) | {"model_dir": str(result.model_dir)}))
+        figures = asdict(result) | {"model_dir": str(result.model_dir)}
+        click.echo(json.dumps({name: value for name, value in figures.items() if name != "is_main"}))
     else:
         held_out = "" if result.eval_loss is None else f", held-out loss {result.eval_loss:.4f}"
         click.echo(f"{result.steps} steps, loss {result.loss:.4f}{held_out}; model in {result.model_dir}")
@@ -194,12 +202,12 @@ def bench(preset: str | None, strategies: str | None, html: str | None, as_json:
     if strategies is not None:
         given["strategies"] = tuple(name.strip() for name in strategies.split(",") if name.strip())
     result = run_bench(BenchConfig(**(PRESETS.get(preset or "", {}) | given)), lambda line: click.echo(line, err=True))
-    if html:
-        write_page(result, html)
     if as_json:
         click.echo(json.dumps(result))
     else:
         show(result)
+    if html:
+        write_page(result, html)
 
 
 @click.command()

@@ -132,10 +132,20 @@ class TrainConfig:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise PackError(f"{flag(name)}: {value}; expected a finite number, 0 or more.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise PackError(f"{flag(name)}: {getattr(self, name)}; expected 0 or more, and less than 1.")
         if not math.isfinite(self.epochs) or self.epochs <= 0:
             raise PackError(f"--epochs: {self.epochs}; expected more than 0.")
         if self.eval_every and not self.eval:
             raise PackError("--eval-every: no held-out dataset is given. Add --eval DATASET.")
+        if self.min_lr > self.lr:
+            raise PackError(f"--min-lr: {self.min_lr}; expected at most --lr, {self.lr}.")
+        if self.decay_steps is not None and (self.schedule != "wsd" or self.decay_steps < 1):
+            raise PackError(f"--decay-steps: {self.decay_steps}; expected at least 1, and --schedule wsd.")
+        for name in ("lora_alpha", "lora_targets"):
+            if getattr(self, name) and not self.lora_rank:
+                raise PackError(f"{flag(name)}: there are no adapters. Add --lora-rank.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-able values."""

@@ -49,6 +49,8 @@ def start(device: str | None) -> World:
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind.startswith("cuda") and not torch.cuda.is_available():
         raise PackError("--device cuda: this torch sees no CUDA device. Use --device cpu, or install torch for CUDA.")
+    if kind.partition(":")[0] not in ("cuda", "cpu"):
+        raise PackError(f"--device {kind}: expected cuda or cpu.")
     size = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun speaks through these
     if kind == "cuda":
         kind = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"

@@ -246,12 +246,31 @@ def _is_exact(model: nn.Module) -> bool:
     return weight.dtype in (torch.float32, torch.float64) and not narrow
 
 
-def _positions(model: Any) -> tuple[int | None, str | None]:
+def sees_ahead(model: Any) -> bool:
+    """Return whether outputs change with tokens that come later, so that a loss would score what was seen."""
+    words = model.get_input_embeddings().weight
+    half = max(1, min(_FIRST, (positions_of(model)[0] or 2 * _FIRST) // 2))
+    generator = torch.Generator().manual_seed(0)
+    first, one, other = (torch.randint(0, len(words), (1, half), generator=generator) for _ in range(3))
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        left, right = (
+            model(input_ids=torch.cat([first, end], dim=1).to(words.device), use_cache=False).logits[0].float()
+            for end in (one, other)
+        )
+    model.train(training)
+    return _difference(left[:half], right[:half]) > 1e-3 * _difference(left[half:], right[half:])
+
+
+def positions_of(model: Any) -> tuple[int | None, str | None]:
     """Return the number of positions a model was made for and why a segment must not be longer, if it must not."""
     config = model.config.get_text_config()
     limit, words = getattr(config, "max_position_embeddings", None), model.get_input_embeddings()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module is not words and ("pos" in name or name.endswith("wpe")):
+        if not isinstance(module, nn.Embedding) or module is words or module.num_embeddings < (limit or 0):
+            continue  # a small one is of the places in an image
+        if "pos" in name or name.endswith("wpe"):
             return limit, "its learned position table ends there"
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *(x for x in rope.values() if isinstance(x, dict))):
@@ -271,7 +290,7 @@ def inspect_model(model: Any, name: str) -> ModelReport:
     config = model.config.get_text_config()
     report = ModelReport(name=name, model_type=config.model_type, num_layers=config.num_hidden_layers)
     report.vocab_size = model.get_input_embeddings().weight.shape[0]
-    report.max_positions, report.position_limit = _positions(model)
+    report.max_positions, report.position_limit = positions_of(model)
     report.reason = refusal(model.config)
     if report.reason is None:
         training = model.training

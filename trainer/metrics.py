@@ -54,8 +54,8 @@ def cost_of(model: nn.Module) -> Cost:
     """Read the cost of a transformers model from its parameters and configuration."""
     base = unwrap(model)
     config = base.config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_attention_heads", 0)  # none in a state-space model
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings()
     lookups = {id(embedding)} if head is None or head.weight is not embedding else set()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)

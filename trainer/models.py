@@ -14,7 +14,7 @@ import torch
 
 from shards.errors import ModelError
 from trainer.attention import IMPLEMENTATION, Needs, pick_backend, register
-from trainer.guard import ModelReport, inspect_model, refusal
+from trainer.guard import ModelReport, inspect_model, positions_of, refusal, sees_ahead
 from trainer.liger import replace_layers
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -39,9 +39,12 @@ def load_config(name: str) -> Any:
     Raises:
         ModelError: There is none, or transformers does not know its model type.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(name)
+    if path.is_absolute() and not path.exists():  # else taken for a name on the hub
+        raise ModelError(f"{name}: no such file or directory. Check the path")
     try:
         if path.suffix == ".json":
             fields = json.loads(path.read_text())
@@ -49,12 +52,16 @@ def load_config(name: str) -> Any:
                 raise ModelError(f"{name}: no model_type; expected the configuration of a transformers model. Add one")
             return AutoConfig.for_model(**fields)
         return AutoConfig.from_pretrained(name)
+    except StrictDataclassError as error:  # the first line names transformers' validator, the last one the fault
+        fault = str(error).strip().splitlines()[-1].strip().rstrip(".")
+        raise ModelError(f"{name}: not a sound model configuration: {fault}. Correct it") from error
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{name}: cannot read a model configuration: {_first_line(error)}. Check the name") from error
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.partition(" Should contain one of ")[0].rstrip(".")  # transformers lists every model type there is
 
 
 def _without_attention_dropout(config: Any) -> list[str]:
@@ -132,9 +139,12 @@ def load_model(
             f"{name} ({report.model_type}): the model {report.reason}. Use another model, or a bucketed dataset"
         )
     model = _build(name, load_config(name), dtype, device, "eager", random=random)
+    if sees_ahead(model):
+        raise ModelError(f"{name} ({report.model_type}): its tokens see later ones. Use a causal language model")
     if model._supports_sdpa:
         model.set_attn_implementation("sdpa")
     report.vocab_size = model.get_input_embeddings().weight.shape[0]
+    report.max_positions, report.position_limit = positions_of(model)
     note = f"rows hold one document each and run on native attention: the model {report.reason}"
     return LoadedModel(model=model.train(), backend=None, report=report, notes=[note])
 

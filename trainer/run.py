@@ -15,7 +15,7 @@ import torch
 from shards import Dataset, PackError
 from trainer.adapters import add_adapters, freeze
 from trainer.checkpoint import Checkpoints
-from trainer.checks import check_dataset, check_packed
+from trainer.checks import check_dataset, check_packed, check_same_tokenizer
 from trainer.config import TrainConfig, flag
 from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
@@ -71,9 +71,11 @@ def set_up(config: TrainConfig, world: World) -> Run:
     dataset = Dataset(config.dataset)
     check_packed(dataset, config.force)
     held_out = Dataset(config.eval) if config.eval else None
+    if held_out is not None and not config.force:
+        check_same_tokenizer(dataset, held_out)
     if world.is_main:
         _claim(out, config)
-    lm, cost, notes = _model(config, world, [dataset, held_out] if held_out else [dataset])
+    lm, cost, notes = _model(config, world, [dataset, held_out] if held_out is not None else [dataset])
     parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
     optimizer = build_optimizer(lm.model, config)
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
@@ -86,6 +88,8 @@ def set_up(config: TrainConfig, world: World) -> Run:
         loader.load_state_dict(facts["loader"])
         checkpoints.load(path, lm.model, optimizer)
     metrics = Metrics(config, out, num_steps, facts.get("step", 0), world.is_main)
+    if config.warmup_steps >= num_steps:
+        notes.append(f"--warmup-steps {config.warmup_steps}: the run ends with step {num_steps}, before it decays")
     for note in [*notes, *_order_notes(loader)]:
         metrics.say(note)
     return Run(
@@ -187,6 +191,9 @@ def _order_notes(loader: PackLoader) -> list[str]:
         notes.append(f"{plan.dropped:,} packs that fill no step are left out, others in each epoch (--last-step drop)")
     if plan.repeated:
         notes.append(f"{plan.repeated:,} packs come twice in an epoch, to fill its last step (--last-step pad)")
+    if plan.passes:
+        rest = [name for name, _, _ in loader.dataset.sources if name not in plan.passes]
+        notes += [f"source {name}: left out, --mix does not name it" for name in rest]
     return notes + [f"source {name}: each pack {times:.2f} times an epoch" for name, times in plan.passes.items()]
 
 

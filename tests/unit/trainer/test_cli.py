@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
+from shards.errors import PackError
 from trainer.cli import main as cli_main
 from trainer.cli import train
 from trainer.config import TrainConfig
@@ -33,7 +34,7 @@ def test_lists_are_parsed(monkeypatch):
     caught = []
     monkeypatch.setattr("trainer.loop.train", lambda config: caught.append(config))
     flags = ["--mix", "web=0.7, code=0.3", "--lora-targets", "q_proj,v_proj", "--freeze", "a*", "--freeze", "b*"]
-    CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o", *flags])
+    CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o", "--lora-rank", "4", *flags])
     assert caught[0].mix == (("web", 0.7), ("code", 0.3))
     assert caught[0].lora_targets == ("q_proj", "v_proj")
     assert caught[0].freeze == ("a*", "b*")
@@ -74,3 +75,29 @@ def test_wandb_that_is_missing_is_named(dataset, model_config, tmp_path, monkeyp
     result = CliRunner().invoke(main, ["train", str(dataset.path), *flags])
     assert result.exit_code == 1
     assert "--wandb: wandb is not installed" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beta1": 1.5}, "--beta1: 1.5; expected"),
+        ({"lr": 1e-4, "min_lr": 1e-3}, "--min-lr: 0.001; expected at most --lr"),
+        ({"decay_steps": 5}, "--decay-steps: 5; expected at least 1, and --schedule wsd"),
+        ({"lora_targets": ("q_proj",)}, "--lora-targets: there are no adapters. Add --lora-rank"),
+        ({"lora_alpha": 8}, "--lora-alpha: there are no adapters. Add --lora-rank"),
+    ],
+)
+def test_settings_that_would_do_nothing_or_harm_are_refused(fields, message):
+    with pytest.raises(PackError, match=message):
+        TrainConfig(dataset="d", model="m", out="o", **fields)
+
+
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(monkeypatch, tmp_path):
+    def stopped(config):
+        (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.loop.train", stopped)
+    result = CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", str(tmp_path)])
+    assert result.exit_code == 130
+    assert result.stderr == f"{tmp_path}: stopped; add --resume to continue from the newest checkpoint.\n"

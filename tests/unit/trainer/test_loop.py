@@ -295,6 +295,31 @@ def test_another_tokenizer_than_the_models_own_is_refused(
             run(f"forced-{name}", model=str(tmp_path / name), force=True)
 
 
+def test_a_held_out_dataset_of_another_tokenizer_is_refused(run, dataset, tokenizer_dir, other_tokenizer_dir):
+    held_out = dataset.path.parent / "held-out"
+    shutil.copytree(dataset.path, held_out)
+    shutil.copytree(tokenizer_dir, dataset.path / "tokenizer", dirs_exist_ok=True)
+    shutil.copytree(other_tokenizer_dir, held_out / "tokenizer", dirs_exist_ok=True)
+    with pytest.raises(PackError, match=r"--eval .*held-out: its tokenizer differs"):
+        run(eval=str(held_out))
+    run("forced", eval=str(held_out), force=True)
+
+
+def test_a_dataset_without_a_target_is_refused(run, make_dataset):
+    data = make_dataset({"main": [([1, 2, 3], [0, 0, 0])] * 40}, 48)
+    with pytest.raises(PackError, match="has no targets; expected some"):
+        run(dataset=str(data.path))
+
+
+def test_a_model_without_attention_trains_on_one_document_a_row(run, make_dataset, documents, tmp_path):
+    data = make_dataset({"main": documents(40, 30)}, 48, "bucketed")
+    config = {"model_type": "mamba", "vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    (tmp_path / "mamba.json").write_text(json.dumps(config))
+    result, lines = run("mamba", dataset=str(data.path), model=str(tmp_path / "mamba.json"), steps=1)
+    assert result.steps == 1
+    assert lines[0]["tflops_per_s"] > 0
+
+
 def test_the_cost_of_a_model_by_hand(model_config):
     model = load_model(model_config()).model
     cost = cost_of(model)

@@ -277,3 +277,36 @@ def test_an_id_beyond_the_vocabulary_is_refused_and_nothing_is_resized(config: W
     with pytest.raises(ModelError, match="token id 97 in the dataset, but only 97 embeddings in the model"):
         check_vocabulary(loaded.report, 97)
     assert loaded.model.get_input_embeddings().weight.shape[0] == 97
+
+
+def test_a_model_that_sees_later_tokens_is_refused_for_rectangles_too(config: Write) -> None:
+    path = config("bert")
+    with pytest.raises(ModelError, match=r"its tokens see later ones. Use a causal language model"):
+        load_model(path, packed=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "nonsense"}, r"Unrecognized model identifier: nonsense. Check the name$"),
+        ({"model_type": "llama", "hidden_size": 60, "num_attention_heads": 7}, "size .60. is not a multiple"),
+        ({"model_type": "llama", "num_hidden_layers": "two"}, "'num_hidden_layers' expected int, got str"),
+    ],
+)
+def test_a_configuration_that_is_not_sound_is_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=message) as caught:
+        load_config(str(tmp_path / "model.json"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file or directory"):
+        load_config(str(tmp_path / "nothing"))
+
+
+def test_the_positions_of_a_model_on_native_attention_are_known(config: Write) -> None:
+    path = config("gpt_neo", attention_types=[[["global"], 2]], num_layers=2, num_heads=4, attention_dropout=0.0)
+    report = load_model(path, packed=False).report
+    with pytest.raises(ModelError, match="the longest segment has 65 tokens, the model takes 64"):
+        check_segments(report, 65)
