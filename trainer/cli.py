@@ -120,7 +120,8 @@ def train(as_json: bool, **flags: Any) -> None:
         click.echo(json.dumps({name: value for name, value in figures.items() if name != "is_main"}))
     else:
         held_out = "" if result.eval_loss is None else f", held-out loss {result.eval_loss:.4f}"
-        click.echo(f"{result.steps} steps, loss {result.loss:.4f}{held_out}; model in {result.model_dir}")
+        steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
+        click.echo(f"{steps}, loss {result.loss:.4f}{held_out}; model in {result.model_dir}")
 
 
 def _parse_mix(text: str) -> tuple[tuple[str, float], ...]:

@@ -139,6 +139,9 @@ class TrainConfig:
             raise PackError(f"--epochs: {self.epochs}; expected more than 0.")
         if self.eval_every and not self.eval:
             raise PackError("--eval-every: no held-out dataset is given. Add --eval DATASET.")
+        if not all(math.isfinite(weight) for _, weight in self.mix) or len(dict(self.mix)) < len(self.mix):
+            weights = ",".join(f"{name}={weight:g}" for name, weight in self.mix)
+            raise PackError(f"--mix: {weights}; expected each source once, with a finite weight.")
         if self.min_lr > self.lr:
             raise PackError(f"--min-lr: {self.min_lr}; expected at most --lr, {self.lr}.")
         if self.decay_steps is not None and (self.schedule != "wsd" or self.decay_steps < 1):

@@ -103,7 +103,7 @@ class PackLoader:
         if self.packs_per_step % smallest:
             raise PackError(
                 f"--packs-per-step: {self.packs_per_step}; expected a multiple of {smallest} "
-                f"({smallest // world_size} packs in a micro-batch, {world_size} processes)."
+                f"(packs in a micro-batch: {smallest // world_size}, processes: {world_size})."
             )
         self.batches_per_step = self.packs_per_step // smallest  # of this process
         self.steps_taken = 0

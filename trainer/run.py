@@ -186,15 +186,24 @@ def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost, fac
 
 def _order_notes(loader: PackLoader) -> list[str]:
     plan = loader.plan
-    notes = [f"an epoch is {plan.steps_per_epoch:,} steps of {loader.packs_per_step:,} packs"]
+    noun = "micro-batch" if loader.dataset.packer == "bucketed" else "pack"  # of rows of like length, as many as fit
+    steps, units = _counted(plan.steps_per_epoch, "step"), _counted(plan.units_per_step, noun)
+    notes = [f"an epoch is {steps} of {units}"]
     if plan.dropped:
-        notes.append(f"{plan.dropped:,} packs that fill no step are left out, others in each epoch (--last-step drop)")
+        verb = "fills no step is" if plan.dropped == 1 else "fill no step are"
+        notes.append(f"{_counted(plan.dropped, noun)} that {verb} left out, others in each epoch (--last-step drop)")
     if plan.repeated:
-        notes.append(f"{plan.repeated:,} packs come twice in an epoch, to fill its last step (--last-step pad)")
+        twice = f"come{'s' if plan.repeated == 1 else ''} twice in an epoch"
+        notes.append(f"{_counted(plan.repeated, noun)} {twice}, to fill its last step (--last-step pad)")
     if plan.passes:
         rest = [name for name, _, _ in loader.dataset.sources if name not in plan.passes]
         notes += [f"source {name}: left out, --mix does not name it" for name in rest]
     return notes + [f"source {name}: each pack {times:.2f} times an epoch" for name, times in plan.passes.items()]
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def _facts(config: TrainConfig, checkpoints: Checkpoints, path: Path) -> dict[str, Any]:

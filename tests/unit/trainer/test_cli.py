@@ -40,6 +40,12 @@ def test_lists_are_parsed(monkeypatch):
     assert caught[0].freeze == ("a*", "b*")
 
 
+@pytest.mark.parametrize("mix", ["web=0.7,web=0.3", "web=nan,code=1", "web=inf"])
+def test_a_mix_that_gives_no_shares_is_refused(mix):
+    result = CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o", "--mix", mix])
+    assert result.stderr == f"Error: --mix: {mix}; expected each source once, with a finite weight.\n"
+
+
 def test_a_safe_model_is_accepted_and_an_unsafe_one_refused(model_config):
     accepted = CliRunner().invoke(main, ["check-model", model_config(), "--json"])
     assert accepted.exit_code == 0
