@@ -26,7 +26,7 @@ from trainer.export import export
 from trainer.loader import Step
 from trainer.metrics import memory_gib, peak_flops
 from trainer.optimizer import gradient_norm, learning_rate
-from trainer.run import Run, set_up
+from trainer.run import Interrupt, Run, set_up
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,13 @@ def train(config: TrainConfig) -> Trained:
 
 
 def optimize(run: Run) -> None:
-    """Take every step that is left, with everything that happens between steps."""
+    """Take every step that is left, with everything that happens between steps.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; the step at hand was finished and saved.
+    """
     config, window = run.config, Window(torch.zeros((), device=run.world.device))
-    with closing(run.loader.forever()) as batches, profiler(run) as profile:
+    with closing(run.loader.forever()) as batches, profiler(run) as profile, Interrupt(run.world) as interrupt:
         while run.step < run.num_steps:
             norm, rate = take_step(run, batches, window)
             run.step += 1
@@ -95,8 +99,11 @@ def optimize(run: Run) -> None:
                 window = Window(torch.zeros((), device=run.world.device))
             pause = time.perf_counter()
             is_best = evaluate_now and evaluate_held_out(run)
-            if save_now or is_best:
+            if save_now or is_best or interrupt.asked:
                 save(run, is_best)
+            if interrupt.asked:
+                run.checkpoints.close()
+                raise KeyboardInterrupt
             window.started += time.perf_counter() - pause  # figures are of training alone
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +61,34 @@ class Run:
         """Return the context in which forward runs."""
         on = self.config.dtype == "bf16" and self.config.shard == "none"  # FSDP2 casts by itself
         return torch.autocast(self.world.device.type, torch.bfloat16) if on else nullcontext()
+
+
+class Interrupt:
+    """Notes Ctrl-C and SIGTERM, so that the loop can save first; a second one stops at once.
+
+    Several processes keep the usual behaviour: they would notice at different steps.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.asked = False
+        self._signals = (signal.SIGINT, signal.SIGTERM) if world.size == 1 and _is_main_thread() else ()
+
+    def __enter__(self) -> Interrupt:
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()  # others cannot handle signals
 
 
 def set_up(config: TrainConfig, world: World) -> Run:

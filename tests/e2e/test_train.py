@@ -1,6 +1,8 @@
 """`pack train` from a built dataset to a model that transformers loads, and what it says when it cannot."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.cli import main
 from shards import Dataset
+from trainer import loop
 
 
 def pack_train(*arguments: str, code: int = 0):
@@ -67,6 +70,26 @@ def test_resuming_a_finished_run_changes_nothing(packed, llama, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     pack_train(*arguments, "--resume")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_first_and_resumes_to_the_same_losses(packed, llama, tmp_path, monkeypatch, number):
+    flags = (packed, "--model", llama, "--steps", "6", "--packs-per-step", "2", "--log-every", "1", "--dtype", "fp32")
+    pack_train(*flags, "--out", str(tmp_path / "whole"))
+    real = loop.take_step
+
+    def interrupt_at_third(run, *rest):
+        if run.step == 2:
+            os.kill(os.getpid(), number)
+        return real(run, *rest)
+
+    monkeypatch.setattr(loop, "take_step", interrupt_at_third)
+    stopped = pack_train(*flags, "--out", str(tmp_path / "run"), code=130)
+    assert "stopped; add --resume to continue from the newest checkpoint" in stopped.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
+    monkeypatch.setattr(loop, "take_step", real)
+    pack_train(*flags, "--out", str(tmp_path / "run"), "--resume")
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
