@@ -8,6 +8,7 @@ them again, and `remove_unused_columns=False` lets boundaries and loss mask reac
 import sys
 
 import datasets
+import torch
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -24,7 +25,7 @@ def train(dataset: str, model: str, out: str, **arguments: object) -> SFTTrainer
             remove_unused_columns=False,
             packing=False,
             dataset_kwargs={"skip_prepare_dataset": True},
-            **arguments,
+            **{"bf16": torch.cuda.is_available(), "use_cpu": not torch.cuda.is_available()} | arguments,
         ),
         train_dataset=datasets.load_from_disk(dataset).with_format("numpy"),
         data_collator=PackedCollator(),

@@ -151,8 +151,9 @@ class StepOrder:
         self.repeated = self.steps_per_epoch * self.units_per_step - num_units + self.dropped
         "Units that an epoch serves again to fill its last step."
         if self.steps_per_epoch == 0:
+            unit = "packs" if padded_len is None else "rectangles of padded rows"
             raise PackError(
-                f"--packs-per-step: a step takes {self.units_per_step}, an epoch has {num_units}. "
+                f"--packs-per-step: a step takes {self.units_per_step} {unit}, an epoch has {num_units}. "
                 "Use a smaller step, --last-step pad, or more data."
             )
 

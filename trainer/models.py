@@ -136,7 +136,8 @@ def load_model(
         return LoadedModel(model=model.train(), backend=backend, report=report, notes=[*notes, *lines, *report.notes])
     if packed:
         raise ModelError(
-            f"{name} ({report.model_type}): the model {report.reason}. Use another model, or a bucketed dataset"
+            f"{name} ({report.model_type}): the model {report.reason}. "
+            "Use another model, or if it is causal, a bucketed dataset"
         )
     model = _build(name, load_config(name), dtype, device, "eager", random=random)
     if sees_ahead(model):
