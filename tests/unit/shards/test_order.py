@@ -257,7 +257,7 @@ def test_a_source_goes_on_in_the_next_epoch_where_it_stopped():
         ({"order": "sorted"}, "--order: 'sorted'; expected one of shuffled, cost-grouped"),
         ({"last_step": "keep"}, "--last-step: 'keep'; expected one of drop, pad"),
         ({"packs_per_step": 9, "packs_per_batch": 2}, "--packs-per-step: 9; expected a multiple of 2"),
-        ({"packs_per_step": 200}, "a step takes 200, an epoch has 103"),
+        ({"packs_per_step": 200}, "a step takes 200 packs, an epoch has 103"),
         ({"mix": (("books", 1),), "sources": SOURCES}, "books=1; expected one of the sources web, code, law"),
         ({"mix": (("web", 0),), "sources": SOURCES}, "web=0; expected a weight above 0"),
         ({"mix": (("web", 1),), "sources": SOURCES, "order": "cost-grouped"}, "--mix: gives one sequence"),
