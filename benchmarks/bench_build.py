@@ -96,7 +96,7 @@ def tokenize_only_fast(arguments: argparse.Namespace, worker: int) -> int:
         for start in range(0, len(texts), BATCH):
             ids, _ = encoder.encode(texts[start : start + BATCH])
             ids.tofile(file)
-            tokens += len(ids) + len(texts[start : start + BATCH])
+            tokens += len(ids) + len(texts[start : start + BATCH]) * (1 + len(encoder.spec.prefix_ids))
     return tokens
 
 
