@@ -182,18 +182,19 @@ def shorten(file: Path, folder: Path) -> str:
 
 
 def compare(arguments: argparse.Namespace) -> WriteUp:
-    names = [name for name in PATHS if not name.startswith("TRL") or not arguments.without_trl]
+    names = [name for name in PATHS if name in (arguments.paths or PATHS)]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for repeat in range(arguments.repeats + (not arguments.quick)):  # the first warms the page cache and numba's
+    warm = arguments.quick or arguments.no_warm_up
+    for repeat in range(arguments.repeats + (not warm)):  # the first warms the page cache and numba's
         for name in names:
             found = measure_path(name, arguments)
             tell(f"{name}: {found['wall']:.1f} s")
-            if repeat or arguments.quick:
+            if repeat or warm:
                 runs[name].append(found)
     text_bytes = sum(os.path.getsize(path) for path in arguments.corpus)
     peer = next((name for name in names if name.startswith("TRL")), None)
     rows = [_row(name, runs[name], text_bytes, runs[peer] if peer else None) for name in names]
-    stages = runs[names[0]][-1]["stages"]
+    stages = runs[names[0]][-1].get("stages", {})
     tokens = {name: found[-1]["tokens"] for name, found in runs.items()}
     first = tokens[names[0]]
     differing = [f"NOT EQUAL: {name} kept {count:,} tokens." for name, count in tokens.items() if count != first]
@@ -228,7 +229,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="tokenizer directory (default: the demo's)")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--without-trl", action="store_true", help="leave TRL out")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, metavar="PATH", help="some of the paths, by name")
+    parser.add_argument("--no-warm-up", action="store_true", help="leave out the run that warms the page cache")
 
 
 if __name__ == "__main__":
