@@ -104,7 +104,7 @@ def test_models_that_are_not_safe_are_refused_by_name(
 ) -> None:
     path = config(model_type, **fields)
     assert f"({model_type}): refused, it {reason}" in check_model(path).text()
-    with pytest.raises(ModelError, match=rf"\({model_type}\): the model {reason}.* Use another model, or if it is causal"):
+    with pytest.raises(ModelError, match=rf"\({model_type}\): the model {reason}.* Use another model, or if it is"):
         load_model(path)
 
 
