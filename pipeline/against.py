@@ -81,8 +81,8 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: Report, *, e
             report.add("F12", where, what)
             break
         documents += len(tokens.doc_ids)
-    found = f"{documents:,} documents of {len(chosen)} windows tokenized again"
-    report.against = f"{found}: each is there once, or left out for its reason"
+    seen = f"{documents:,} documents of {len(chosen)} windows tokenized again"
+    report.against = f"{seen}: each is there once, or left out for its reason"
 
 
 def _window_problems(
