@@ -214,15 +214,16 @@ def measure(arguments: argparse.Namespace) -> WriteUp:
         arguments.steps = min(arguments.steps, SKIP + 2)
     if arguments.model is None and arguments.data:
         sys.exit("--data needs --model")
-    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    ways = {name: way for name, way in WAYS.items() if name in (arguments.ways or WAYS)}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(prefix="bench-train-data-") as folder:
         dataset = prepared(arguments, Path(folder))
         for _ in range(arguments.repeats):
-            for name, way in WAYS.items():
+            for name, way in ways.items():
                 rates[name].append(way(arguments, dataset))
                 tell(f"{name}: {rates[name][-1]:,.0f} tokens/s")
         shape = json.loads(Path(arguments.model).read_text()) if arguments.model.endswith(".json") else arguments.model
-    bound = statistics.median(rates[next(iter(WAYS))])
+    bound = statistics.median(rates[next(iter(ways))])
     rows = [[name, middle(found), f"{statistics.median(found) / bound:.3f}"] for name, found in rates.items()]
     setting = (
         f"Model {json.dumps(shape)}; {arguments.packs} packs of {dataset.seq_len} tokens a step, {arguments.steps} "
@@ -236,6 +237,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="dataset directory of that model's tokenizer (default: the demo's)")
     parser.add_argument("--packs", type=int, default=2, help="packs in a step")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help="some of the ways, the bound first")
 
 
 if __name__ == "__main__":
