@@ -94,7 +94,9 @@ def dataset_view(report: Report) -> Group:
 
 def comparison_view(reports: list[Report]) -> Group:
     """Return several datasets side by side, what differs marked."""
-    names = [report["path"] for report in reports]
+    paths = [report["path"] for report in reports]
+    short = [os.path.basename(path.rstrip("/")) for path in paths]
+    names = short if len(set(short)) == len(short) else paths  # whole paths leave little room for figures
     rows = []
     for label, *values in zip_headlines(reports):
         differs = "≠" if len(set(values)) > 1 else ""
