@@ -19,6 +19,7 @@ from itertools import chain
 import xxhash
 
 from pipeline.config import BuildConfig
+from pipeline.documents import check_options
 from pipeline.engines import ENGINES, start_server
 from pipeline.packing import PACKERS, compile_kernels, kernels_compiled
 from pipeline.sources import Slice, Source, Window, check_unchanged, cut_windows, enumerate_streams, resolve
@@ -82,6 +83,8 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     if config.engine == "local" and config.workers > 1 and (streamed or len(windows) > 1):
         start_server()
     spec, files = load_spec(config.tokenizer)
+    for source in sources:
+        check_options(source.options, spec)
     plan = make_plan(config, sources, spec.as_plan(), windows, part_bytes)
     job = Job(plan, plan_id(plan), sources, config.out, files, config.tokenizer_engine, config.on_error)
     try:

@@ -42,22 +42,12 @@ class Rendering:
 
 
 def trained_messages(conversation: Conversation, train_on: str) -> list[bool]:
-    """Return for each message whether it is trained, by its role and its own `train` and `weight` fields.
-
-    Raises:
-        PackError: `train_on` does not apply to conversations.
-    """
+    """Return for each message whether it is trained, by its role and its own `train` and `weight` fields."""
     roles = [message["role"] for message in conversation.messages]
-    first = conversation.completion_from
-    if train_on == "auto":
-        train_on = "assistant" if first is None else "completion"
     if train_on == "all":
         chosen = [True] * len(roles)
-    elif train_on == "completion":
-        if first is None:
-            raise PackError(
-                "--train-on completion: a conversation has no completion. Use assistant, last-assistant, or roles."
-            )
+    elif train_on in ("auto", "completion"):
+        first = conversation.completion_from
         chosen = [role == "assistant" and index >= first for index, role in enumerate(roles)]
     elif train_on == "last-assistant":
         last = max((index for index, role in enumerate(roles) if role == "assistant"), default=-1)

@@ -62,6 +62,7 @@ def make_documents(
         SourceError: A record has the wrong form, or its template cannot render it, and `on_error` is fail.
         PackError: The options do not fit the tokenizer or the kind.
     """
+    check_options(options, encoder.spec)
     if options.kind == "text":
         return _text_documents(batch, encoder, options)
     maker = _maker(encoder, options)
@@ -95,6 +96,26 @@ def make_documents(
     return documents, {"empty": empty} if empty else {}
 
 
+def check_options(options: RecordOptions, spec: TokenizerSpec) -> None:
+    """Refuse what no record of this kind could be made with, before anything is read or written.
+
+    Raises:
+        PackError: The options do not fit the tokenizer or the kind.
+    """
+    if options.kind == "text":
+        if options.train_on not in ("auto", "all"):
+            raise PackError(
+                f"--train-on {options.train_on}: plain text has no roles. Use all, or records with messages."
+            )
+        _text_suffix(spec, options)
+    elif options.kind == "chat":
+        if options.train_on == "completion":
+            raise PackError(
+                "--train-on completion: a conversation has no completion. Use assistant, last-assistant, or roles."
+            )
+        _template_text(spec, options)
+
+
 def explain_no_targets(options: RecordOptions) -> str:
     """Return the likely cause when most documents of a source have no target, and what to do; two sentences."""
     wanted = options.train_on
@@ -112,8 +133,6 @@ def explain_no_targets(options: RecordOptions) -> str:
 
 def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, dict[str, int]]:
     spec = encoder.spec
-    if options.train_on not in ("auto", "all"):
-        raise PackError(f"--train-on {options.train_on}: plain text has no roles. Use all, or records with messages.")
     ids, begins = encoder.encode(batch.values)
     lengths = np.diff(begins)
     kept = lengths > 0
@@ -157,6 +176,17 @@ def _eos(spec: TokenizerSpec) -> int:
     return spec.eos_id
 
 
+def _template_text(spec: TokenizerSpec, options: RecordOptions) -> str:
+    """Return the chat template: the user's, else the tokenizer's own."""
+    text = options.chat_template if options.chat_template is not None else spec.chat_template
+    if text is None:
+        raise PackError(
+            "the tokenizer has no chat template; expected one for conversations. "
+            "Give --chat-template FILE, or prompt and completion as text."
+        )
+    return text
+
+
 class _Maker:
     """What the records of one source share."""
 
@@ -165,16 +195,11 @@ class _Maker:
         self.spec, self.options, self.trust = spec, options, encoder.parse_special
         self.added = AddedTokens(spec.added, spec.flags)
         self.closing = {token for text, token in spec.added.items() if "special" in spec.flags.get(text, ())}
-        self._text = options.chat_template if options.chat_template is not None else spec.chat_template
 
     @cached_property
     def template(self) -> ChatTemplate:
-        if self._text is None:
-            raise PackError(
-                "the tokenizer has no chat template; expected one for conversations. "
-                "Give --chat-template FILE, or prompt and completion as text."
-            )
-        template = ChatTemplate(self._text, self.spec.special_tokens, self.added, trust=self.trust)
+        text = _template_text(self.spec, self.options)
+        template = ChatTemplate(text, self.spec.special_tokens, self.added, trust=self.trust)
         self.closing |= template.end_marks()
         return template
 

@@ -37,7 +37,7 @@ class Conversation:
     "Per message: True and False override the choice by role, None leaves it."
     tools: list[Any] | None = None
     "Tool schemas."
-    completion_from: int | None = None
+    completion_from: int = 0
     "Instruction records: the first message of the completion."
 
 

@@ -356,6 +356,24 @@ def test_an_unknown_tokenizer_or_source_is_one_line(tmp_path, tokenizer_dir):
         assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "chat"}, "the tokenizer has no chat template; expected one for conversations"),
+        ({"kind": "chat", "train_on": "completion"}, "--train-on completion: a conversation has no completion"),
+        ({"kind": "text", "train_on": "assistant"}, "--train-on assistant: plain text has no roles"),
+    ],
+)
+def test_options_that_fit_no_record_are_refused_before_anything_is_written(
+    tmp_path, bos_tokenizer_dir, options, message
+):
+    (tmp_path / "c.jsonl").write_text("\n")
+    wanted = config(tmp_path / "c.jsonl", bos_tokenizer_dir, tmp_path / "out", records=RecordOptions(**options))
+    with pytest.raises(PackError, match=message):
+        build(wanted)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_output_directory_that_cannot_be_made_is_one_line(tmp_path, tokenizer_dir):
     path = write_jsonl(tmp_path / "c.jsonl", ["x y z"])
     (tmp_path / "file").write_text("in the way")
