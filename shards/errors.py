@@ -36,3 +36,9 @@ class TokenizerError(PackError):
 
 class ModelError(PackError):
     """A model cannot be trained on packed rows, or does not fit the dataset."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as messages say it: "1 shard", "2,000 packs", "3 micro-batches"."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

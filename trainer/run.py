@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shards import Dataset, PackError
+from shards.errors import counted
 from trainer.adapters import add_adapters, freeze
 from trainer.checkpoint import Checkpoints
 from trainer.checks import check_dataset, check_packed, check_same_tokenizer
@@ -217,23 +218,18 @@ def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost, fac
 def _order_notes(loader: PackLoader) -> list[str]:
     plan = loader.plan
     noun = "micro-batch" if loader.dataset.packer == "bucketed" else "pack"  # of rows of like length, as many as fit
-    steps, units = _counted(plan.steps_per_epoch, "step"), _counted(plan.units_per_step, noun)
+    steps, units = counted(plan.steps_per_epoch, "step"), counted(plan.units_per_step, noun)
     notes = [f"an epoch is {steps} of {units}"]
     if plan.dropped:
         verb = "fills no step is" if plan.dropped == 1 else "fill no step are"
-        notes.append(f"{_counted(plan.dropped, noun)} that {verb} left out, others in each epoch (--last-step drop)")
+        notes.append(f"{counted(plan.dropped, noun)} that {verb} left out, others in each epoch (--last-step drop)")
     if plan.repeated:
         twice = f"come{'s' if plan.repeated == 1 else ''} twice in an epoch"
-        notes.append(f"{_counted(plan.repeated, noun)} {twice}, to fill its last step (--last-step pad)")
+        notes.append(f"{counted(plan.repeated, noun)} {twice}, to fill its last step (--last-step pad)")
     if plan.passes:
         rest = [name for name, _, _ in loader.dataset.sources if name not in plan.passes]
         notes += [f"source {name}: left out, --mix does not name it" for name in rest]
     return notes + [f"source {name}: each pack {times:.2f} times an epoch" for name, times in plan.passes.items()]
-
-
-def _counted(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def _facts(config: TrainConfig, checkpoints: Checkpoints, path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shards.errors import FormatError, PackError
+from shards.errors import FormatError, PackError, counted
 from shards.manifest import LENGTH_EDGES, add_counts, imbalance, length_histogram
 from shards.plan import differences, plan_id
 from shards.publish import LocalStore, seal, unseal
@@ -176,6 +176,12 @@ def test_plan_identity_ignores_key_order_and_differences_are_phrases():
         "seq_len: 2048 there, 4096 here",
         "x[1]: 2 there, 3 here",
     ]
+
+
+def test_a_number_and_its_noun_agree():
+    said = [counted(number, "pack") for number in (0, 1, 2, 2000)]
+    assert said == ["0 packs", "1 pack", "2 packs", "2,000 packs"]
+    assert counted(2, "micro-batch") == "2 micro-batches"
 
 
 def test_put_if_absent_never_replaces(tmp_path):
