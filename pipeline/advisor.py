@@ -22,7 +22,7 @@ from pipeline.records import WindowReader
 from pipeline.sources import Slice, Source, cut_windows, enumerate_streams, resolve_specs
 from pipeline.streams import stream_parts
 from pipeline.tokenizing import Encoder
-from shards.errors import PackError
+from shards.errors import PackError, counted
 from shards.schema import PAD_MULTIPLE
 
 SEQ_LENS = tuple(1 << k for k in range(10, 18))
@@ -47,6 +47,8 @@ class Sample:
     "Raw bytes of each chunk."
     rejected: int = 0
     empty: int = 0
+    first_rejected: str = ""
+    "Place and fault of the first bad record."
     whole: bool = False
     "Whether everything was read."
 
@@ -107,7 +109,7 @@ def plan(
     lengths = np.concatenate([np.zeros(0, np.int64), *[chunk for sample in samples for chunk in sample.lengths]])
     seen = sum(sum(sample.chunk_bytes) for sample in samples)
     if not len(lengths):
-        raise PackError(f"{sources[0].name}: the sample of {seen:,} bytes holds no document. Check the field options.")
+        raise no_documents(samples)
     rows = [row for seq_len in seq_lens for row in outcomes(samples, seq_len, shape)]
     cheapest = min(row["flops_per_token"] for row in rows)
     for row in rows:
@@ -186,16 +188,32 @@ def _read(sample: Sample, place: tuple[Slice, ...] | int, encoder: Encoder, dead
 
 
 def _add(sample: Sample, reader: WindowReader, encoder: Encoder, deadline: float) -> bool:
+    late = False
     for batch in reader:
         documents, drops = make_documents(batch, encoder, sample.source.options, on_error="skip")
         sample.lengths.append(np.diff(documents.offsets))
         sample.chunk_bytes.append(batch.raw_bytes)
         sample.empty += sum(drops.values())
-        sample.rejected += len(documents.rejected)
-        if time.perf_counter() > deadline:
-            return False
+        for index, reason in documents.rejected:
+            batch.reject(index, reason)
+        late = time.perf_counter() > deadline
+        if late:
+            break
     sample.rejected += len(reader.rejected)
-    return True
+    if reader.rejected and not sample.first_rejected:
+        sample.first_rejected = f"{reader.rejected[0].where}: {reader.rejected[0].reason}"
+    return not late
+
+
+def no_documents(samples: list[Sample]) -> PackError:
+    """Return the error for a sample that holds no document, with the first fault that was seen."""
+    names = ", ".join(sample.source.name for sample in samples)
+    rejected, empty = (sum(getattr(sample, name) for sample in samples) for name in ("rejected", "empty"))
+    first = next((f" The first: {sample.first_rejected}." for sample in samples if sample.first_rejected), "")
+    return PackError(
+        f"{names}: no document in the sample ({counted(rejected, 'bad record')}, {empty:,} empty); expected at least "
+        f"one.{first or ' Check the files and the field names.'}"
+    )
 
 
 def outcomes(samples: list[Sample], seq_len: int, shape: ModelShape) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pipeline.config import RecordOptions
 from pipeline.cutting import cut
 from pipeline.documents import make_documents
 from pipeline.packing import PACKERS
-from pipeline.records import WindowReader
+from pipeline.records import Rejected, WindowReader
 from pipeline.sources import cut_windows, enumerate_streams, resolve_specs
 from pipeline.streams import stream_parts
 from pipeline.tokenizing import Encoder
@@ -48,8 +48,8 @@ def sample_documents(
         PackError: There is no text.
     """
     segments: list[Pack] = []
-    tokens = 0
-    for ids in _documents(specs, encoder, options, seed):
+    tokens, rejected = 0, list[Rejected]()
+    for ids in _documents(specs, encoder, options, seed, rejected):
         pieces = cut(np.array([len(ids)], np.int64), seq_len, options.overlong_policy)
         for start, length in zip(pieces.start.tolist(), pieces.length.tolist(), strict=True):
             segments.append(alone(ids[start : start + length]))
@@ -57,12 +57,16 @@ def sample_documents(
         if enough(len(segments), tokens):
             break
     if not segments:
-        raise PackError(f"{', '.join(specs)}: no text to read; expected documents. Check --text-field.")
+        first = f" The first bad record: {rejected[0].where}: {rejected[0].reason}." if rejected else ""
+        raise PackError(f"{', '.join(specs)}: no text to read; expected documents.{first or ' Check the files.'}")
     random.Random(seed).shuffle(segments)
     return segments
 
 
-def _documents(specs: tuple[str, ...], encoder: Encoder, options: RecordOptions, seed: int) -> Iterator[np.ndarray]:
+def _documents(
+    specs: tuple[str, ...], encoder: Encoder, options: RecordOptions, seed: int, rejected: list[Rejected]
+) -> Iterator[np.ndarray]:
+    """Yield the ids of each document, and enter bad records into `rejected`."""
     sources = resolve_specs(specs, options)
     windows, _ = cut_windows(sources, CHUNK_BYTES)
     random.Random(seed).shuffle(windows)
@@ -77,6 +81,7 @@ def _documents(specs: tuple[str, ...], encoder: Encoder, options: RecordOptions,
             for batch in reader:
                 made, _ = make_documents(batch, encoder, options, on_error="skip")
                 yield from np.split(made.input_ids, made.offsets[1:-1])
+            rejected += reader.rejected
 
 
 def alone(ids: np.ndarray) -> Pack:

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from pipeline.advisor import Sample, draw, interval, plan, recommend
 from pipeline.cli import main
 from pipeline.config import RecordOptions
+from pipeline.sampling import sample_documents
 from pipeline.sources import resolve_specs
 from pipeline.tokenizing import Encoder
 from shards import Dataset, PackError
@@ -118,8 +119,27 @@ def test_a_small_corpus_is_not_blamed_for_its_last_pack():
 
 def test_a_corpus_without_documents_is_an_error(tmp_path, encoder):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(PackError, match="holds no document"):
+    with pytest.raises(PackError, match=r"no document in the sample \(0 bad records, 1 empty\)"):
         plan(resolve_specs([str(tmp_path / "a.jsonl")], RecordOptions()), encoder)
+
+
+def test_a_plan_that_sees_no_document_names_the_fields_there_are_and_the_flag(tmp_path, encoder):
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "title": "y"}\n' * 3)
+    expected = r"3 bad records.*a\.jsonl, line 1: no field 'text', only 'body', 'title'; .*see --text-field"
+    with pytest.raises(PackError, match=expected):
+        plan(resolve_specs([str(tmp_path / "a.jsonl")], RecordOptions()), encoder)
+
+
+def test_a_sample_for_a_benchmark_that_finds_no_text_says_why_too(tmp_path, encoder):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(PackError, match=r"no text to read.*a\.jsonl, line 1: no field 'text', only 'body'"):
+        sample_documents((str(tmp_path / "a.jsonl"),), encoder, RecordOptions(), 64, 0, lambda *_: True)
+
+
+def test_bad_records_count_in_a_chunk_that_the_deadline_ends_too(tmp_path, encoder):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"body": "x"}\n')
+    (sample,) = draw(resolve_specs([str(tmp_path / "a.jsonl")], RecordOptions()), encoder, 0.0, 0)
+    assert (sum(map(len, sample.lengths)), sample.rejected, sample.whole) == (1, 1, False)
 
 
 def test_the_command_writes_nothing_and_prints_figures(corpus, tokenizer_dir, monkeypatch, tmp_path):
