@@ -133,7 +133,7 @@ def test_a_plan_that_sees_no_document_names_the_fields_there_are_and_the_flag(tm
 def test_a_sample_for_a_benchmark_that_finds_no_text_says_why_too(tmp_path, encoder):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(PackError, match=r"no text to read.*a\.jsonl, line 1: no field 'text', only 'body'"):
-        sample_documents((str(tmp_path / "a.jsonl"),), encoder, RecordOptions(), 64, 0, lambda *_: True)
+        sample_documents((str(tmp_path / "a.jsonl"),), encoder, RecordOptions(), 64, 0, lambda _, tokens: tokens > 0)
 
 
 def test_bad_records_count_in_a_chunk_that_the_deadline_ends_too(tmp_path, encoder):
