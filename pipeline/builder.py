@@ -216,11 +216,11 @@ def _check_same(data: bytes, config: BuildConfig, job: Job) -> None:
     """Refuse a directory whose plan is another one, or one that read what cannot be read again."""
     old = parse_plan(data, f"{config.out}/plan.json")
     if plan_id(old) != job.plan_id:
-        changes = list(differences(old, job.plan))
+        changes = differences(old, job.plan)
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise PackError(
-            f"{config.out}: holds a build of another plan ({'; '.join(changes[:3])}{more}). "
-            "Choose another --out, or --overwrite."
+            f"{config.out}: holds another build: {'; '.join(changes[:3])}{more}. "
+            "Choose another --out, --overwrite what is there, or repeat its files and options."
         )
     if _reads_stdin(job):
         raise PackError(

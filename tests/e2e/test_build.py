@@ -210,7 +210,7 @@ def test_a_finished_build_is_not_done_again_and_another_plan_is_refused_by_name(
     again = build(config(path, tokenizer_dir, tmp_path / "out"))
     assert again["dataset_id"] == first["dataset_id"]
     assert times == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
-    with pytest.raises(PackError, match=r"another plan .*seq_len: 128 there, 64 here"):
+    with pytest.raises(PackError, match=r"another build: seq_len 128 there, 64 here\. Choose another --out"):
         build(config(path, tokenizer_dir, tmp_path / "out", seq_len=64))
     replaced = build(config(path, tokenizer_dir, tmp_path / "out", seq_len=64, overwrite=True))
     assert replaced["seq_len"] == 64
@@ -413,7 +413,7 @@ def test_a_build_that_failed_before_it_wrote_anything_leaves_room_for_the_mended
     assert run("build", str(path), *flags).exit_code == 0
     other = run("build", str(path), *flags, "--seed", "1")
     assert other.exit_code == 1
-    assert "another plan (seed: 0 there, 1 here)" in other.stderr
+    assert "another build: seed 0 there, 1 here" in other.stderr
 
 
 def test_the_speed_after_a_resumed_build_counts_what_that_run_read(tmp_path, tokenizer_dir):

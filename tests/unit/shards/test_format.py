@@ -3,6 +3,7 @@
 import json
 import pickle
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -169,12 +170,48 @@ def test_sealed_json_notices_any_changed_character():
             unseal(bytes(changed), "here", "F1")
 
 
-def test_plan_identity_ignores_key_order_and_differences_are_phrases():
+def test_plan_identity_ignores_key_order():
     assert plan_id({"a": 1, "b": 2}) == plan_id({"b": 2, "a": 1})
     assert plan_id({"a": 1}) != plan_id({"a": 2})
-    assert list(differences({"seq_len": 2048, "x": [1, 2]}, {"seq_len": 4096, "x": [1, 3]})) == [
-        "seq_len: 2048 there, 4096 here",
-        "x[1]: 2 there, 3 here",
+
+
+def plan_of(*files: tuple[str, int, str], name: str = "web", **changes: Any) -> dict[str, Any]:
+    """A plan with one source, as far as differences look at it."""
+    entries = [{"name": file, "bytes": size, "fingerprint": mark} for file, size, mark in files]
+    plan = {
+        "seq_len": 2048, "seed": 0, "position_ids": True, "recipe": 1, "part_bytes": 1000,
+        "packer": {"name": "auto", "max_segments": None}, "tokenizer": {"digest": "x", "vocab_size": 1000},
+        "sources": [{"name": name, "records": {"text_field": "text"}, "files": entries}],
+    }  # fmt: skip
+    return plan | changes
+
+
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        (plan_of(seq_len=4096, seed=3), ["seq_len 2048 there, 4096 here", "seed 0 there, 3 here"]),
+        (plan_of(packer={"name": "ffd", "max_segments": 4}),
+         ["packer auto there, ffd here", "max_segments none there, 4 here"]),
+        (plan_of(tokenizer={"digest": "y", "vocab_size": 2000}),
+         ["another tokenizer or chat template (vocabulary of 1,000 there, 2,000 here)"]),
+        (plan_of(name="code"), ["source web only there", "source code only here"]),
+        (plan_of(("b", 1, ""), ("c", 2, ""), ("d", 3, "")), ["source web: file b and 2 other files only here"]),
+        (plan_of(sources=[{"name": "web", "records": {"text_field": "body"}, "files": []}]),
+         ["source web: text_field text there, body here"]),
+        (plan_of(part_bytes=2000), ["windows of 1,000 bytes there, 2,000 here (--window-bytes)"]),
+    ],
+)  # fmt: skip
+def test_differences_of_plans_are_said_in_the_words_of_a_user(new, expected):
+    assert differences(plan_of(), new) == expected
+
+
+def test_a_file_that_changed_is_named_with_its_sizes_and_an_order_with_its_sources():
+    assert differences(plan_of(("a.jsonl", 1000, "x")), plan_of(("a.jsonl", 2000, "y"))) == [
+        "source web: a.jsonl has changed (1,000 bytes there, 2,000 here)"
+    ]
+    sources = [plan_of(name=name)["sources"][0] for name in ("web", "code")]
+    assert differences(plan_of(sources=sources), plan_of(sources=sources[::-1])) == [
+        "sources in the order web, code there, code, web here"
     ]
 
 
