@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs bench constraints clean
+.PHONY: help demo test test-all lint docs bench peers constraints clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -39,11 +39,14 @@ docs: .venv/.dev ## Write docs/cli.md from --help
 bench: .venv/.dev ## Measure against other projects, hours on a quiet machine; BENCH="build --quick" for some
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
+peers: .venv/.dev ## Make environments of the other projects that make bench compares with, in .peers
+	$(BIN)/python benchmarks/peers.py $(TORCH_INDEX:%=--pip=%)
+
 constraints: .venv/.dev ## Pin what .venv holds now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > constraints.txt
 
 clean: ## Remove .venv, caches and what the demo made
-	rm -rf .venv demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

@@ -1,8 +1,10 @@
-"""How long does it take from text to packed rows on disk, against TRL and against tokenizing alone?
+"""How long does it take from text to packed rows on disk, against other projects and against tokenizing alone?
 
 Every path reads the same JSONL, ends every document with one EOS and keeps every token (packing `wrapped`; TRL's `bfd`
 would drop what is over seq_len), with the same number of processes, each path in a process of its own, start-up and
-imports included. The bounds only tokenize and write ids. Order is interleaved over the repeats.
+imports included. datatrove, litdata and MDS run in environments of their own (`peers.py` makes them) and write a stream
+of ids: no masks, no positions, no document bounds in a row. The bounds only tokenize and write ids. Order is
+interleaved over the repeats.
 
     python benchmarks/bench_build.py --quick
     python benchmarks/bench_build.py --corpus corpus.jsonl --tokenizer ./tokenizer --workers 2
@@ -10,7 +12,6 @@ imports included. The bounds only tokenize and write ids. Order is interleaved o
 
 import argparse
 import ctypes
-import fileinput
 import json
 import multiprocessing
 import os
@@ -24,16 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peers
 from write_up import WriteUp, middle, run, tell
 
 PACKAGES = ("shardpack", "tokenizers", "fastokens", "transformers", "datasets", "trl", "pyarrow", "numpy")
 BATCH = 1000  # texts in one call of a tokenizer
-
-
-def texts_of(corpus: list[str], worker: int, workers: int) -> list[str]:
-    """Return every `workers`-th text."""
-    with fileinput.input(corpus, encoding="utf-8") as lines:
-        return [json.loads(line)["text"] for number, line in enumerate(lines) if number % workers == worker]
 
 
 def build_with(engine: str, packer: str) -> Callable[[argparse.Namespace], dict[str, Any]]:
@@ -77,7 +73,7 @@ def tokenize_only(arguments: argparse.Namespace, worker: int) -> int:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{arguments.tokenizer}/tokenizer.json")
-    texts, tokens = texts_of(arguments.corpus, worker, arguments.workers), 0
+    texts, tokens = peers.texts_of(arguments.corpus, worker, arguments.workers), 0
     with open(f"{arguments.scratch}/ids-{worker}.bin", "wb") as file:
         for start in range(0, len(texts), BATCH):
             for encoding in tokenizer.encode_batch_fast(texts[start : start + BATCH]):
@@ -91,7 +87,7 @@ def tokenize_only_fast(arguments: argparse.Namespace, worker: int) -> int:
     from pipeline.tokenizing import Encoder
 
     encoder = Encoder(arguments.tokenizer, engine="fastokens")
-    texts, tokens = texts_of(arguments.corpus, worker, arguments.workers), 0
+    texts, tokens = peers.texts_of(arguments.corpus, worker, arguments.workers), 0
     with open(f"{arguments.scratch}/ids-{worker}.bin", "wb") as file:
         for start in range(0, len(texts), BATCH):
             ids, _ = encoder.encode(texts[start : start + BATCH])
@@ -122,6 +118,12 @@ PATHS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "bound: reference engine alone": bound(tokenize_only),
     "bound: fast engine alone": bound(tokenize_only_fast),
 }
+PEERS = {
+    "datatrove: DocumentTokenizer": "datatrove",
+    "litdata: optimize, TokensLoader": "litdata",
+    "MDS: concatenate, MDSWriter": "mosaicml-streaming",
+}
+NAMES = sorted([*PATHS, *PEERS], key=lambda name: name.startswith("bound"))
 
 
 def measure_path(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,6 +132,8 @@ def measure_path(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         wanted = vars(arguments) | {"scratch": f"{folder}/scratch", "result": f"{folder}/result.json", "out": ""}
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": f"{folder}/hf", "TQDM_DISABLE": "1"}
         command = [sys.executable, __file__, "--path", name, json.dumps(wanted)]
+        if name in PEERS:
+            command = [str(peers.python_of(PEERS[name])), peers.__file__, "--build", PEERS[name], json.dumps(wanted)]
         wall, cpu, gib = timed(command, environment, name)
         found = json.loads(Path(wanted["result"]).read_text())
         aside = {"cache", "tokenizer"}
@@ -182,7 +186,8 @@ def shorten(file: Path, folder: Path) -> str:
 
 
 def compare(arguments: argparse.Namespace) -> WriteUp:
-    names = [name for name in PATHS if name in (arguments.paths or PATHS)]
+    wanted = [name for name in NAMES if name in (arguments.paths or NAMES)]
+    names = [name for name in wanted if name not in PEERS or peers.python_of(PEERS[name])]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     warm = arguments.quick or arguments.no_warm_up
     for repeat in range(arguments.repeats + (not warm)):  # the first warms the page cache and numba's
@@ -192,8 +197,8 @@ def compare(arguments: argparse.Namespace) -> WriteUp:
             if repeat or warm:
                 runs[name].append(found)
     text_bytes = sum(os.path.getsize(path) for path in arguments.corpus)
-    peer = next((name for name in names if name.startswith("TRL")), None)
-    rows = [_row(name, runs[name], text_bytes, runs[peer] if peer else None) for name in names]
+    trl = next((name for name in names if name.startswith("TRL")), None)
+    rows = [_row(name, runs[name], text_bytes, runs[trl] if trl else None) for name in names]
     stages = runs[names[0]][-1].get("stages", {})
     tokens = {name: found[-1]["tokens"] for name, found in runs.items()}
     first = tokens[names[0]]
@@ -209,7 +214,9 @@ def compare(arguments: argparse.Namespace) -> WriteUp:
             ("", columns, rows),
             (f"Stages of {names[0]}, seconds over all workers", list(stages), [[f"{s:.2f}" for s in stages.values()]]),
         ],
-        differing or ["All paths kept the same tokens."],
+        (differing or ["All paths kept the same tokens."])
+        + [f"{name} ran with {peers.versions(PEERS[name])}." for name in names if name in PEERS]
+        + peers.missing([PEERS[name] for name in wanted if name in PEERS]),
     )  # fmt: skip
 
 
@@ -229,7 +236,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="tokenizer directory (default: the demo's)")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--paths", nargs="+", choices=PATHS, metavar="PATH", help="some of the paths, by name")
+    parser.add_argument("--paths", nargs="+", choices=NAMES, metavar="PATH", help="some of the paths, by name")
     parser.add_argument("--no-warm-up", action="store_true", help="leave out the run that warms the page cache")
 
 

@@ -3,21 +3,23 @@
 The same random rows of `--seq-len` tokens stand in every format; one epoch is read in random order, page cache warm,
 by one process. `memcpy` copies the ids, positions and masks that this format stores, in its order: nothing that copies
 can be faster. "host" is what stays on the host beside a GPU: rows copied into a pinned buffer, narrow; "batch" also
-makes the int64 tensors that a model takes, which a GPU does by itself. Other formats yield ids alone (memmap, litdata),
-so they do less; `datasets` reads the same directory. litdata is compared where it is installed.
+makes the int64 tensors that a model takes, which a GPU does by itself. Other formats yield ids alone (memmap, litdata,
+MDS), so they do less; `datasets` reads the same directory. litdata and MDS run in environments of their own (`peers.py`
+makes them), each in a process that waits for its turn.
 
     python benchmarks/bench_loader.py --quick
 """
 
 import argparse
-import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import peers
 import torch
 from random_dataset import write_dataset
 from write_up import WriteUp, middle, run, tell
@@ -26,9 +28,41 @@ from shards import Dataset
 from trainer import PackedCollator, PackLoader
 from trainer.loader import _Filler as Filler
 
-PACKAGES = ("shardpack", "torch", "datasets", "litdata", "pyarrow", "numpy")
+PACKAGES = ("shardpack", "torch", "datasets", "pyarrow", "numpy")
+PEERS = {"litdata": "litdata, token blocks, ids alone", "mosaicml-streaming": "MDS, ids alone"}
 VOCABULARY = 50_000
 Epoch = Callable[[], int]
+
+
+class Timing(NamedTuple):
+    """One epoch."""
+
+    tokens: int
+    wall: float
+    cpu: float
+    "Seconds of all threads."
+
+
+def timed(epoch: Epoch) -> Callable[[], Timing]:
+    """Return a call that runs and times an epoch in this process."""
+
+    def run_epoch() -> Timing:
+        wall, cpu = time.perf_counter(), time.process_time()
+        tokens = epoch()
+        return Timing(tokens, time.perf_counter() - wall, time.process_time() - cpu)
+
+    return run_epoch
+
+
+def timed_there(epoch: Callable[[], tuple[int, float]]) -> Callable[[], Timing]:
+    """Return the same for an epoch in another process, which says how much CPU it took."""
+
+    def run_epoch() -> Timing:
+        wall = time.perf_counter()
+        tokens, cpu = epoch()
+        return Timing(tokens, time.perf_counter() - wall, cpu)
+
+    return run_epoch
 
 
 def ours(dataset: Dataset, packs: int) -> Iterator[tuple[str, str, Epoch]]:
@@ -64,9 +98,8 @@ def ours(dataset: Dataset, packs: int) -> Iterator[tuple[str, str, Epoch]]:
     yield "shardpack, PackLoader", "batch", loader
 
 
-def memmap(dataset: Dataset, folder: Path, packs: int) -> Iterator[tuple[str, str, Epoch]]:
-    """Yield the reader of a flat file of ids, as small trainers have it."""
-    file = folder / "ids.bin"
+def memmap(dataset: Dataset, file: Path, packs: int) -> Iterator[tuple[str, str, Epoch]]:
+    """Write a flat file of ids and yield its reader, as small trainers have it."""
     with file.open("wb") as out:
         for row in range(len(dataset)):
             dataset.pack(row)[0].tofile(out)
@@ -106,61 +139,45 @@ def hugging_face(dataset: Dataset, packs: int) -> Iterator[tuple[str, str, Epoch
     yield "datasets, Python lists (the default)", "batch", epoch_of(table.select_columns(columns))
 
 
-def litdata(dataset: Dataset, folder: Path, packs: int) -> Iterator[tuple[str, str, Epoch]]:
-    """Yield the reader of litdata's token chunks."""
-    from litdata import StreamingDataset
-    from litdata import TokensLoader as Blocks
-    from litdata.streaming.writer import BinaryWriter
-
-    writer = BinaryWriter(str(folder / "lit"), chunk_bytes="64MB", item_loader=Blocks(block_size=dataset.seq_len))
-    for row in range(len(dataset)):
-        writer[row] = torch.from_numpy(dataset.pack(row)[0].astype(np.int32))
-    writer.done()
-    writer.merge()
-
-    def epoch() -> int:
-        rows = StreamingDataset(str(folder / "lit"), item_loader=Blocks(block_size=dataset.seq_len), shuffle=True)
-        batches = torch.utils.data.DataLoader(rows, batch_size=packs, drop_last=True)
-        return sum(batch.numel() for batch in batches)
-
-    yield "litdata, token blocks, ids alone", "batch", epoch
-
-
 def measure(arguments: argparse.Namespace) -> WriteUp:
     tokens = arguments.seq_len * 64 if arguments.quick else arguments.tokens
-    notes = []
-    with tempfile.TemporaryDirectory(prefix="bench-loader-") as name:
+    with tempfile.TemporaryDirectory(prefix="bench-loader-") as name, ExitStack() as stack:
         folder = Path(name)
         lengths = np.random.default_rng(0).integers(1, arguments.seq_len // 2, 4 * tokens // arguments.seq_len)
         dataset = write_dataset(folder / "data", lengths, arguments.seq_len, VOCABULARY)
-        readers = [*ours(dataset, arguments.packs), *memmap(dataset, folder, arguments.packs)]
-        readers += hugging_face(dataset, arguments.packs)
-        if importlib.util.find_spec("litdata"):
-            readers += litdata(dataset, folder, arguments.packs)
-        else:
-            notes.append("litdata is not installed: left out.")
-        seconds: dict[str, list[float]] = {reader: [] for reader, _, _ in readers}
-        counts = {}
+        ids, packs = folder / "ids.bin", arguments.packs
+        here = [*ours(dataset, packs), *memmap(dataset, ids, packs), *hugging_face(dataset, packs)]
+        readers = [(reader, what, timed(epoch)) for reader, what, epoch in here]
+        present = [peer for peer in PEERS if peers.python_of(peer)]
+        for peer in present:
+            there = stack.enter_context(peers.reader(peer, ids, dataset.seq_len, packs))
+            readers.append((PEERS[peer], "batch", timed_there(there)))
+        timings: dict[str, list[Timing]] = {reader: [] for reader, _, _ in readers}
         for _ in range(arguments.repeats + 1):  # the first warms the page cache
-            for reader, _, epoch in readers:
-                begin = time.perf_counter()
-                counts[reader] = epoch()
-                seconds[reader].append(time.perf_counter() - begin)
-                tell(f"{reader}: {counts[reader] / seconds[reader][-1] / 1e6:,.0f} Mtok/s")
-        fastest = min(seconds[readers[0][0]][1:])
+            for reader, _, run_epoch in readers:
+                timings[reader].append(run_epoch())
+                tell(f"{reader}: {timings[reader][-1].tokens / timings[reader][-1].wall / 1e6:,.0f} Mtok/s")
         stored = sum(record["bytes"] for record in dataset.manifest["shards"]) / int(dataset.index.num_tokens.sum())
+    bound = timings[readers[0][0]]
+    fastest = min(timing.wall / timing.tokens for timing in bound[1:])
     rows = []
     for reader, what, _ in readers:
-        speeds = [counts[reader] / s / 1e6 for s in seconds[reader][1:]]
-        cost = [s / counts[reader] * counts[readers[0][0]] / fastest for s in seconds[reader][1:]]
-        rows.append([reader, what, middle(speeds), middle(cost)])
-    notes += [f"{reader} read {count:,} tokens." for reader, count in counts.items() if count != counts[readers[0][0]]]
+        each = timings[reader][1:]
+        speeds = [timing.tokens / timing.wall / 1e6 for timing in each]
+        cost = [timing.wall / timing.tokens / fastest for timing in each]
+        rows.append([reader, what, middle(speeds), middle(cost), middle([t.cpu / t.tokens * 1e9 for t in each])])
+    counts = {reader: timings[reader][0].tokens for reader in timings}
+    notes = [f"{reader} read {count:,} tokens." for reader, count in counts.items() if count != bound[0].tokens]
+    notes += [f"{PEERS[peer]}: {peers.versions(peer)}." for peer in present] + peers.missing(list(PEERS))
     setting = (
         f"{tokens:,} tokens in packs of {arguments.seq_len}, {arguments.packs} packs in a batch, {stored:.2f} bytes a "
         f"token on disk, {torch.get_num_threads()} torch threads. Median (range) of {arguments.repeats} epochs."
     )
     return WriteUp(
-        "Batches from disk", [setting], [("", ["reader", "makes", "Mtok/s", "time, memcpy = 1"], rows)], notes
+        "Batches from disk",
+        [setting],
+        [("", ["reader", "makes", "Mtok/s", "time, memcpy = 1", "CPU ns/token"], rows)],
+        notes,
     )
 
 

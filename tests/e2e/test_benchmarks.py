@@ -93,6 +93,38 @@ def test_the_runner_knows_every_benchmark():
     assert "speed: no such benchmark; there are build, loader, packing, train" in done.stderr
 
 
+def test_a_peer_without_an_environment_is_left_out_by_name(load, tmp_path, monkeypatch):
+    peers = load("peers")
+    monkeypatch.setattr(peers, "HOME", tmp_path)
+    (tmp_path / "litdata" / "bin").mkdir(parents=True)
+    (tmp_path / "litdata" / "bin" / "python").touch()
+    assert peers.python_of("litdata") == tmp_path / "litdata" / "bin" / "python"
+    (said,) = peers.missing(["litdata", "datatrove"])
+    assert said == "datatrove is left out; `python benchmarks/peers.py datatrove` makes its environment."
+
+
+def test_an_unknown_peer_is_one_line():
+    command = [sys.executable, FOLDER / "peers.py", "seqio"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "seqio: no such peer; there are datatrove, litdata, mosaicml-streaming" in done.stderr
+
+
+def test_peers_read_every_text_once(load, tmp_path):
+    peers = load("peers")
+    texts = [f"text {i}" for i in range(7)]
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shares = [peers.texts_of([str(file)], worker, 3) for worker in range(3)]
+    assert sorted(text for share in shares for text in share) == texts
+
+
+@pytest.mark.parametrize("value", ["</s>", {"content": "</s>", "lstrip": False}])
+def test_peers_end_a_document_with_the_tokenizers_eos(load, tmp_path, value):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
+    assert load("peers").end_of_text(str(tmp_path)) == "</s>"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["build", "loader", "train"])
 def test_a_benchmark_runs_quickly_and_leaves_nothing(name, tmp_path):
