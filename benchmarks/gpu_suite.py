@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -51,8 +52,13 @@ GPT2 = {
     "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 6, "n_head": 12, "n_positions": 1024,
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 300}
-TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 300,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+    },
+    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128},
+}  # fmt: skip
 Table = tuple[str, list[str], list[list[str]]]
 Part = Callable[["Suite"], Iterator[Table]]
 
@@ -115,18 +121,27 @@ def equality(suite: Suite) -> Iterator[Table]:
             wanted = [out.detach(), *torch.autograd.grad(out, exact, upstream.float())]
             for name in suite.backends(head_dim):
                 leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-                out = ATTENTION_BACKENDS[name](*leaves, cu, longest, window, scale)
-                found = [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+                row = {"backend": name, "head_dim": head_dim, "window": window, "off": [], "equal": False}
+                rows.append(row)
+                try:
+                    out = ATTENTION_BACKENDS[name](*leaves, cu, longest, window, scale)
+                    found = [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+                except (RuntimeError, TypeError) as error:  # a kernel that refuses is a row, not the end
+                    row["failed"] = str(error).partition("\n")[0]
+                    continue
                 pairs = zip(found, wanted, strict=True)
-                off = [float((ours.float() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs]
-                equal = max(off) <= TOLERANCE[suite.dtype]
-                rows.append({"backend": name, "head_dim": head_dim, "window": window, "off": off, "equal": equal})
+                row["off"] = [float((ours.float() - it).abs().max() / it.abs().max()) for ours, it in pairs]
+                row["equal"] = max(row["off"]) <= TOLERANCE[suite.dtype]
     columns = ["backend", "head_dim", "window", "output", "dq", "dk", "dv", "equal"]
     yield (
         "Backends against plain fp32 attention: largest difference over largest value", columns,
         [
-            [row["backend"], str(row["head_dim"]), str(row["window"] or "–"), *[f"{each:.1e}" for each in row["off"]],
-             "yes" if row["equal"] else "NO"] for row in rows
+            [
+                row["backend"], str(row["head_dim"]), str(row["window"] or "–"),
+                *([f"{each:.1e}" for each in row["off"]] or ["", "", "", ""]),
+                "yes" if row["equal"] else row.get("failed", "NO"),
+            ]
+            for row in rows
         ],
     )  # fmt: skip
 
@@ -184,7 +199,11 @@ def kernels(suite: Suite) -> Iterator[Table]:
                 def both(forward: Any = forward, leaves: Any = leaves, upstream: Any = upstream) -> object:
                     return torch.autograd.grad(forward(), leaves, upstream)
 
-                there, back = seconds(suite, forward), seconds(suite, both)
+                try:
+                    there, back = seconds(suite, forward), seconds(suite, both)
+                except (RuntimeError, TypeError) as error:
+                    suite.figures["left_out"].append(f"{backend}, documents of {name}: {error}".partition("\n")[0])
+                    continue
                 rows.append(
                     {
                         "documents": name, "head_dim": head_dim, "backend": backend, "forward_ms": there * 1e3,
@@ -202,18 +221,7 @@ def kernels(suite: Suite) -> Iterator[Table]:
 
 def write_config(suite: Suite, name: str, config: dict[str, Any]) -> str:
     """Write a model's configuration; tiny where the suite is."""
-    if suite.tiny:
-        config = config | TINY
-        if config["model_type"] == "gpt2":
-            config = {
-                "model_type": "gpt2",
-                "vocab_size": 300,
-                "n_embd": 32,
-                "n_layer": 2,
-                "n_head": 2,
-                "n_positions": 128,
-            }
-            config |= {"bos_token_id": 0, "eos_token_id": 1}
+    config = config | (TINY[config["model_type"]] if suite.tiny else {})
     path = suite.folder / f"{name}.json"
     path.write_text(json.dumps(config))
     return str(path)
@@ -367,7 +375,9 @@ def write(out: Path, figures: dict[str, Any], tables: list[Table]) -> None:
         lines += [f"## {heading}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
     lines += [f"* {part}: {said}" for part, said in figures["parts"].items()]
-    notes = [note for part in figures.values() if isinstance(part, dict) for note in part.get("notes", [])]
+    notes = figures["left_out"] + [
+        note for part in figures.values() if isinstance(part, dict) for note in part.get("notes", [])
+    ]
     (out / "gpu-suite.md").write_text("\n".join(lines + [f"* {note}" for note in notes]) + "\n", encoding="utf-8")
 
 
@@ -379,7 +389,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=420, help="no part starts later than this")
     flags = parser.parse_args(arguments)
     device, begin = torch.device(flags.device), time.perf_counter()
-    figures: dict[str, Any] = {"machine": machine(device), "parts": {}}
+    figures: dict[str, Any] = {"machine": machine(device), "parts": {}, "left_out": []}
     tables: list[Table] = []
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as folder:
         suite = Suite(device, device.type == "cpu", Path(folder), figures)
@@ -388,15 +398,21 @@ def main(arguments: list[str] | None = None) -> None:
                 figures["parts"][name] = "no time left"
                 continue
             started = time.perf_counter()
-            tables += PARTS[name](suite)
+            try:
+                tables += PARTS[name](suite)
+                figures["parts"][name] = f"{time.perf_counter() - started:.1f} s"
+            except Exception as error:  # whatever it is, the parts to come are worth their time
+                traceback.print_exc()
+                figures["parts"][name] = f"failed: {type(error).__name__}: {error}"
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            figures["parts"][name] = f"{time.perf_counter() - started:.1f} s"
             tell(f"{name}: {figures['parts'][name]}")
             write(flags.out, figures, tables)
     write(flags.out, figures, tables)
     print((flags.out / "gpu-suite.md").read_text())
+    if any(said.startswith("failed") for said in figures["parts"].values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

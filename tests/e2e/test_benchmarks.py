@@ -28,10 +28,12 @@ def load(monkeypatch):
     return by_name
 
 
-def suite(load, tmp_path, monkeypatch, *parts):
+def suite(load, tmp_path, monkeypatch, *parts, module=None):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    load("gpu_suite").main(["--out", str(tmp_path / "out"), "--device", "cpu", *(["--parts", *parts] if parts else [])])
+    (module or load("gpu_suite")).main(
+        ["--out", str(tmp_path / "out"), "--device", "cpu", *(["--parts", *parts] if parts else [])]
+    )
     assert not list((tmp_path / "tmp").glob("gpu-suite-*"))
     assert (tmp_path / "out" / "gpu-suite.md").read_text().startswith("# GPU suite")
     return json.loads((tmp_path / "out" / "gpu-suite.json").read_text())
@@ -62,6 +64,39 @@ def test_a_part_without_time_left_says_so(load, tmp_path):
     load("gpu_suite").main(["--out", str(tmp_path), "--device", "cpu", "--seconds", "-1"])
     parts = json.loads((tmp_path / "gpu-suite.json").read_text())["parts"]
     assert set(parts.values()) == {"no time left"}
+
+
+def test_a_part_that_fails_leaves_the_others_their_turn(load, tmp_path, monkeypatch):
+    gpu_suite = load("gpu_suite")
+
+    def broken(suite):
+        yield "Before it fails", ["a"], [["kept"]]
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(gpu_suite, "PARTS", {"broken": broken, "equality": gpu_suite.equality})
+    with pytest.raises(SystemExit) as stop:
+        gpu_suite.main(["--out", str(tmp_path), "--device", "cpu"])
+    assert stop.value.code == 1
+    found = json.loads((tmp_path / "gpu-suite.json").read_text())
+    assert found["parts"]["broken"] == "failed: RuntimeError: no kernel image"
+    assert found["parts"]["equality"].endswith(" s")
+    assert "| kept |" in (tmp_path / "gpu-suite.md").read_text()
+
+
+def test_a_backend_that_fails_is_a_row(load, tmp_path, monkeypatch):
+    gpu_suite = load("gpu_suite")
+
+    def refuses(*arguments):
+        raise RuntimeError("only head_dim 128\nand more")
+
+    monkeypatch.setattr(gpu_suite, "ATTENTION_BACKENDS", gpu_suite.ATTENTION_BACKENDS | {"odd": refuses})
+    monkeypatch.setattr(gpu_suite.Suite, "backends", lambda suite, head_dim: ["odd", "cpu"])
+    found = suite(load, tmp_path, monkeypatch, "equality", "kernels", module=gpu_suite)
+    assert {(row["backend"], row["equal"], row.get("failed")) for row in found["equality"]} == {
+        ("odd", False, "only head_dim 128"), ("cpu", True, None)
+    }  # fmt: skip
+    assert {row["backend"] for row in found["kernels"]} == {"cpu"}
+    assert "odd, documents of 32: only head_dim 128" in found["left_out"]
 
 
 def test_results_name_machine_versions_commit_and_command(load, tmp_path, monkeypatch):
