@@ -22,6 +22,7 @@ from pipeline.records import WindowReader
 from pipeline.sources import Slice, Source, cut_windows, enumerate_streams, resolve_specs
 from pipeline.streams import stream_parts
 from pipeline.tokenizing import Encoder
+from pipeline.wording import percent
 from shards.errors import PackError, counted
 from shards.schema import PAD_MULTIPLE
 
@@ -157,13 +158,8 @@ def draw(sources: list[Source], encoder: Encoder, seconds: float, seed: int) -> 
     tasks: list[tuple[int, tuple[Slice, ...] | int]] = [(window.source, window.slices) for window in windows]
     tasks += enumerate_streams(sources)
     random.Random(seed).shuffle(tasks)
-    heads: dict[int, tuple[int, tuple[Slice, ...] | int]] = {}
-    for task in tasks:
-        heads.setdefault(task[0], task)
-    tasks = [
-        *heads.values(),
-        *(task for task in tasks if task is not heads[task[0]]),
-    ]  # something of every source first
+    heads = dict(reversed(tasks))  # the first task of each source
+    tasks.sort(key=lambda task: task[1] != heads[task[0]])  # something of every source first
     deadline = time.perf_counter() + seconds
     finished = [0] * len(sources)
     for at, (number, place) in enumerate(tasks):
@@ -291,13 +287,13 @@ def recommend(rows: list[dict[str, Any]], max_positions: int | None) -> dict[str
     good = [r for r in auto if r["documents_cut"] <= FEW_CUT and r["fill"] * r["packs"] >= FULL * (r["packs"] - 1)]
     chosen = good[0] if good else min(auto, key=lambda row: (row["documents_cut"] > FEW_CUT, -row["fill"]))
     smaller = [row for row in auto if row["seq_len"] < chosen["seq_len"]]
-    reason = f"{chosen['fill']:.1%} full, {chosen['documents_cut']:.1%} of documents cut"
+    reason = f"{percent(chosen['fill'])} full, {percent(chosen['documents_cut'])} of documents cut"
     if smaller:
-        reason += f"; {smaller[-1]['seq_len']} would cut {smaller[-1]['documents_cut']:.1%}"
+        reason += f"; {smaller[-1]['seq_len']} would cut {percent(smaller[-1]['documents_cut'])}"
     if not good:
         reason += "; no seq_len cuts few documents and fills its packs"
     if chosen["tokens_lost"] > 0:
-        reason += f"; {chosen['tokens_lost']:.1%} of tokens lost to the overlong policy"
+        reason += f"; {percent(chosen['tokens_lost'])} of tokens lost to the overlong policy"
     return {"seq_len": chosen["seq_len"], "packer": "auto", "reason": reason}
 
 

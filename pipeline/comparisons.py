@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.model_shape import ModelShape, attention_pairs
+from shards.schema import PAD_MULTIPLE
 
 BATCH = 16  # rows of a padded batch, as people run them
 
@@ -32,6 +33,11 @@ class Rows(NamedTuple):
     def pairs(self) -> float:
         """Attention pairs computed."""
         return float(np.dot(attention_pairs(self.lengths), self.rows))
+
+
+def bucketed(segments: Rows, seq_len: int) -> Rows:
+    """Pad every segment to the next multiple that a bucketed dataset groups its rows by."""
+    return Rows(np.minimum(np.ceil(segments.lengths / PAD_MULTIPLE) * PAD_MULTIPLE, seq_len), segments.rows)
 
 
 def pad_to_max(segments: Rows, seq_len: int) -> Rows:
@@ -74,27 +80,30 @@ FEEDINGS: dict[str, Callable[[Rows, int], Rows]] = {
 }
 
 
-def compare(segments: Rows, seq_len: int, shape: ModelShape) -> list[dict[str, Any]]:
-    """Return, for packing and for each of `FEEDINGS`, what it computes and how many times dearer that is.
+def compare(segments: Rows, seq_len: int, shape: ModelShape, packer: str = "auto") -> list[dict[str, Any]]:
+    """Return, for a dataset as it is and for each of `FEEDINGS`, what it computes and how many times dearer that is.
 
     Args:
         segments: Segments by length.
         seq_len: Capacity of a pack, in tokens.
         shape: The model whose FLOPs weigh tokens against attention pairs.
+        packer: The dataset's; the first record is called after it where it does not pack.
 
     Returns:
         One record per way: name, slots (tokens computed), padding (share of slots), attention_pairs, relative_cost
-        (training FLOPs against packing: the speed-up that packing implies where FLOPs decide).
+        (training FLOPs against the first: the speed-up that packing implies where FLOPs decide).
     """
-    packed = shape.flops(*segments)
-    ways = {"packed": segments} | {name: feed(segments, seq_len) for name, feed in FEEDINGS.items() if packed}
+    own = packer if packer in ("bucketed", "unpacked") else "packed"
+    as_it_is = bucketed(segments, seq_len) if packer == "bucketed" else segments
+    cost = shape.flops(*as_it_is)
+    ways = {own: as_it_is} | {name: feed(segments, seq_len) for name, feed in FEEDINGS.items() if cost}
     return [
         {
             "name": name,
             "slots": round(rows.slots),
             "padding": 1.0 - segments.slots / rows.slots if rows.slots else 0.0,
             "attention_pairs": round(rows.pairs),
-            "relative_cost": shape.flops(*rows) / packed if packed else 1.0,
+            "relative_cost": shape.flops(*rows) / cost if cost else 1.0,
         }
         for name, rows in ways.items()
     ]

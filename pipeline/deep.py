@@ -47,7 +47,7 @@ def deep(dataset: Dataset, shape: ModelShape = DEFAULT_SHAPE) -> dict[str, Any]:
     table = np.array(histogram, np.float64).reshape(-1, 2)
     return {
         "lengths": [list(entry) for entry in histogram],
-        "feedings": compare(Rows(table[:, 0], table[:, 1]), dataset.seq_len, shape),
+        "feedings": compare(Rows(table[:, 0], table[:, 1]), dataset.seq_len, shape, dataset.packer),
         "distinct_tokens": int(used.sum()),
         **figures,
     }

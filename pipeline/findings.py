@@ -6,6 +6,9 @@ Each check reads the report and yields sentences: what is so, with the value, an
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline.wording import LOSSES, percent, reasons
+from shards.errors import counted
+
 Report = dict[str, Any]
 Check = Callable[[Report], Iterator[str]]
 MUCH = 0.10  # a share of tokens, targets or documents that nobody loses on purpose without knowing
@@ -24,50 +27,48 @@ def emptiness(report: Report) -> Iterator[str]:
         yield "No token is a target, so training would learn nothing. Check --train-on and the chat template."
     elif report["targets"]["packed"] < 0.05 * report["tokens"]["packed"]:
         share = report["targets"]["packed"] / report["tokens"]["packed"]
-        yield f"Only {share:.1%} of the tokens are targets; the rest is read but not learned from."
+        yield f"Only {percent(share)} of the tokens are targets; the rest is read but not learned from."
 
 
 def packing(report: Report) -> Iterator[str]:
     """Packing without effect, or loose."""
     if not report["packs"]:
         return
-    mean, packer = report["segments_per_pack"]["mean"], report["recipe"]["packer"]
+    mean, packer, rate = report["segments_per_pack"]["mean"], report["recipe"]["packer"], report["fill"]["rate"]
     if packer in ("bucketed", "unpacked"):
         yield f"Packer {packer} puts one segment in a row: rows are padded in training, or left short."
-    elif mean < 1.05:
+    elif mean < 1.05 and rate > 0.5:  # emptier packs had nothing to share
         yield (
             f"Packing had little effect: {mean:.2f} segments a pack, since documents are about as long as seq_len. "
             "A larger --seq-len would share packs and cut fewer documents."
         )
-    elif report["fill"]["rate"] < 0.95:
+    elif rate < 0.95:
         above = report["fill"]["above_min"]
         advice = (
-            f"{above:.1%} more packs than the minimum; another packer would fill them better."
+            f"{percent(above)} more packs than the minimum; another packer would fill them better."
             if above > 0.01
             else "and with these lengths and windows no packer could do better; larger windows or another seq_len may."
         )
-        yield f"Packs are only {report['fill']['rate']:.1%} full, {advice} See pack plan."
+        yield f"Packs are only {percent(rate)} full, {advice} See pack plan."
 
 
 def losses(report: Report) -> Iterator[str]:
     """Much lost, source by source."""
     for source in report["sources"]:
-        for thing, lost in (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost")):
+        for thing, lost in LOSSES:
             sheet = source[thing]
             share = sum(sheet[lost].values()) / sheet["read"] if sheet["read"] else 0.0
             if share >= MUCH:
-                reasons = ", ".join(
-                    f"{reason} {n:,}" for reason, n in sorted(sheet[lost].items(), key=lambda x: -x[1]) if n
-                )
-                yield f"Source {source['name']!r}: {share:.1%} of its {thing} were lost ({reasons})."
+                why = reasons(sheet[lost])
+                yield f"Source {source['name']!r}: {percent(share)} of its {thing} were lost ({why})."
         rejected = source["documents"]["dropped"].get("rejected", 0)
         if rejected:
-            yield f"Source {source['name']!r}: {rejected:,} records could not be read; rejected.jsonl lists them."
+            yield f"Source {source['name']!r}: {counted(rejected, 'record')} could not be read; see rejected.jsonl."
         cut = source["documents"]["split"] / source["documents"]["packed"] if source["documents"]["packed"] else 0.0
         if cut >= MUCH:
             yield (
-                f"Source {source['name']!r}: {cut:.1%} of its documents are split over several packs, and each part is "
-                "trained without what came before. A larger --seq-len would keep them whole."
+                f"Source {source['name']!r}: {percent(cut)} of its documents are split over several packs, and each "
+                "part is trained without what came before. A larger --seq-len would keep them whole."
             )
 
 

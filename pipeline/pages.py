@@ -8,7 +8,9 @@ import orjson
 from pipeline.html import COLOURS, Page, Plot, Section, Table, bars, label, lines, mark, plot, steps
 from pipeline.show import Pack, segment_title
 from pipeline.show import title as pack_title
-from pipeline.terminal import number, percent, size, tables, zip_headlines
+from pipeline.terminal import tables, zip_headlines
+from pipeline.wording import percent, size
+from shards.errors import counted
 
 Report = dict[str, Any]
 MOST_BARS = 60  # segments per pack beyond this are drawn as classes
@@ -26,12 +28,12 @@ def dataset_page(report: Report, packs: list[Pack]) -> Page:
     cards = [
         {"value": percent(report["fill"]["rate"]), "label": "fill rate"},
         {"value": percent(report["fill"]["above_min"]), "label": "above the fewest possible packs"},
-        {"value": number(report["packs"]), "label": f"packs of up to {recipe['seq_len']:,} tokens"},
-        {"value": number(report["tokens"]["packed"]), "label": "tokens"},
-        {"value": number(report["targets"]["packed"]), "label": "targets"},
-        {"value": number(report["documents"]["packed"]), "label": "documents"},
+        _counted(report["packs"], "pack", f" of up to {recipe['seq_len']:,} tokens"),
+        _counted(report["tokens"]["packed"], "token"),
+        _counted(report["targets"]["packed"], "target"),
+        _counted(report["documents"]["packed"], "document"),
         {"value": f"{dearest:.1f} x", "label": "cost of padding to seq_len"},
-        {"value": size(report["disk"]["bytes"]), "label": f"in {report['disk']['shards']:,} shards"},
+        {"value": size(report["disk"]["bytes"]), "label": f"in {counted(report['disk']['shards'], 'shard')}"},
     ]
     by_title = {title: Table(columns, rows, title) for title, columns, rows in tables(report)}
     sections = [
@@ -74,6 +76,11 @@ def dataset_page(report: Report, packs: list[Pack]) -> Page:
     ]
     kept = [section for section in sections if section.plots or section.tables or section.packs]
     return Page(report["path"], f"shardpack dataset {report['dataset_id'][:16]}", cards, report["warnings"], kept)
+
+
+def _counted(number: int, noun: str, more: str = "") -> dict[str, str]:
+    value, label = counted(number, noun).split(" ", 1)
+    return {"value": value, "label": label + more}
 
 
 def comparison_page(reports: list[Report]) -> Page:
@@ -169,7 +176,10 @@ def _feedings(report: Report) -> Plot:
     costs = [way["relative_cost"] for way in report["feedings"]]
     trace = bars(costs, names, orientation="h", text=[f"{c:.2f} x" for c in costs], textposition="auto")
     return plot(
-        "Cost of feeding the same segments, packed = 1", [trace], x="training FLOPs", yaxis={"autorange": "reversed"}
+        f"Cost of feeding the same segments, {names[0]} = 1",
+        [trace],
+        x="training FLOPs",
+        yaxis={"autorange": "reversed"},
     )
 
 
@@ -230,7 +240,7 @@ def _overlaid_fill(reports: list[Report]) -> Plot:
 def _pack(pack: Pack) -> dict[str, Any]:
     segments = []
     for position, segment in enumerate(pack["segments"]):
-        more = f"… {segment['hidden_tokens']:,} more tokens" if segment["hidden_tokens"] else ""
+        more = f"… {counted(segment['hidden_tokens'], 'more token')}" if segment["hidden_tokens"] else ""
         segments.append({"title": segment_title(segment, position), "runs": segment["runs"], "more": more})
     return {"title": pack_title(pack), "segments": segments}
 

@@ -6,14 +6,16 @@ reads rows. Lengths come from histograms that are exact up to 256 tokens and wit
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from shlex import quote
+from typing import Any
 
 import numpy as np
 
 from pipeline.comparisons import Rows, compare
 from pipeline.findings import findings
 from pipeline.model_shape import DEFAULT_SHAPE, ModelShape
-from shards.errors import PackError
+from pipeline.wording import LOSSES, percent, reasons
+from shards.errors import PackError, counted
 from shards.order import StepOrder
 from shards.reader import Dataset, Index
 
@@ -29,14 +31,6 @@ MOST_PACKS = 100_000
 MOST_STEPS = 200
 FILL_CLASSES = 50
 Report = dict[str, Any]
-
-
-class Thinned(NamedTuple):
-    """Some packs of an index."""
-
-    num_tokens: np.ndarray
-    num_targets: np.ndarray
-    attention_pairs: np.ndarray
 
 
 def inspect(
@@ -62,8 +56,10 @@ def inspect(
     segments = rows_of(merge([source["segment_lengths"] for source in manifest["sources"]]))
     min_packs = sum(source["bound_packs"] for source in manifest["sources"])
     steps, left_over = divmod(len(dataset), packs_per_step)
-    feedings = compare(segments, dataset.seq_len, shape)
-    feedings[0]["attention_pairs"] = int(index.attention_pairs.sum())  # known exactly, no need of the histogram
+    padded = dataset.packer == "bucketed"
+    feedings = compare(segments, dataset.seq_len, shape, dataset.packer)
+    if not padded:
+        feedings[0]["attention_pairs"] = int(index.attention_pairs.sum())  # known exactly, no need of the histogram
     report: Report = {
         "report": REPORT_VERSION,
         "path": str(dataset.path),
@@ -74,7 +70,7 @@ def inspect(
         "fill": fill(index.num_tokens, dataset.seq_len, min_packs),
         "lengths": lengths(dataset),
         "segments_per_pack": segments_per_pack(index.num_segments),
-        "cost": cost(index, padded=dataset.packer == "bucketed"),
+        "cost": cost(index, padded=padded),
         "feedings": feedings,
         "model": {"name": shape.name, "vocab_size": shape.vocab_size, "max_positions": shape.max_positions},
         "steps": {"packs_per_step": packs_per_step, "per_epoch": steps, "left_over_packs": left_over},
@@ -221,7 +217,7 @@ def stragglers(index: Index) -> list[Report]:
     too few packs for a step. Large datasets are judged by an even choice of packs.
     """
     stride = -(-len(index.num_tokens) // MOST_PACKS) or 1
-    thinned = Thinned(*(getattr(index, name)[::stride] for name in Thinned._fields))
+    thinned = Index(**{name: figures[::stride] for name, figures in vars(index).items()})
     entries = []
     for ranks in RANKS:
         orders: dict[str, float | None] = {}
@@ -238,12 +234,10 @@ def summary_lines(manifest: Report, path: str) -> list[str]:
     totals, seq_len = manifest["totals"], manifest["seq_len"]
     tokens, packs = totals["tokens"]["packed"], totals["packs"]
     full = tokens / (packs * seq_len) if packs else 0.0
-    lines = [
-        f"{path}: {totals['documents']['packed']:,} documents, {tokens:,} tokens, "
-        f"{totals['targets']['packed']:,} targets in {packs:,} packs of {seq_len:,} ({full:.2%} full)"
+    what = [counted(totals[thing]["packed"], thing.removesuffix("s")) for thing, _ in LOSSES]
+    losses = [(thing, reasons(totals[thing][lost])) for thing, lost in LOSSES]
+    return [
+        f"{path}: {', '.join(what)} in {counted(packs, 'pack')} of {seq_len:,} ({percent(full)} full)",
+        *(f"{thing} lost: {why}" for thing, why in losses if why),
+        f"dataset {manifest['dataset_id'][:16]}; see pack inspect {quote(path)}",
     ]
-    for thing, lost in (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost")):
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals[thing][lost].items()) if count)
-        if reasons:
-            lines.append(f"{thing} lost: {reasons}")
-    return [*lines, f"dataset {manifest['dataset_id'][:16]}; see pack inspect {path}"]

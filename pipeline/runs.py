@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.html import COLOURS, Page, Plot, Section, Table, lines, plot
-from pipeline.terminal import number, percent
+from pipeline.wording import number, percent
 from shards.errors import PackError
 
 METRICS = "metrics.jsonl"

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from shards.errors import PackError
+from pipeline.wording import percent
+from shards.errors import PackError, counted
 from shards.reader import Dataset
 
 WINDOW_SHIFT = 32  # a doc_id is window number * 2^32 + the record's index in the window
@@ -37,18 +39,14 @@ class Decoder:
         from tokenizers import Tokenizer
 
         file = self.directory / "tokenizer.json"
-        if file.exists():
-            return Tokenizer.from_file(str(file))
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(self.directory))
+        if not file.exists():
+            raise PackError(f"{file}: is missing; expected the tokenizer of the build. See pack verify.")
+        return Tokenizer.from_file(str(file))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of added tokens: those that steer a model rather than spell text."""
-        if hasattr(self._tokenizer, "get_added_tokens_decoder"):
-            return frozenset(self._tokenizer.get_added_tokens_decoder())
-        return frozenset(self._tokenizer.added_tokens_decoder)
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
 
     def text(self, ids: np.ndarray, before: np.ndarray) -> str:
         """Decode `ids`, which follow the ids `before`: decoders drop a space at the start of a text, not inside it."""
@@ -80,12 +78,11 @@ def describe(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None
     pack, (shard, local) = dataset[row], dataset.shard_of(row)
     bounds = pack["cu_seqlens"].tolist()
     sidecar = _sidecar(dataset, shard["window"])
-    files = next(source["files"] for source in dataset.plan["sources"] if source["name"] == shard["source"])
     parts = parts_of(dataset, shard["window"], set(pack["doc_ids"].tolist()))
     segments = [
         {
             "document": int(document),
-            "record": record_of(sidecar, files, int(document)),
+            "record": record_of(dataset, shard, sidecar, int(document)),
             "start": start,
             "tokens": stop - start,
             "document_offset": int(offset),
@@ -126,12 +123,18 @@ def _sidecar(dataset: Dataset, window: int) -> dict[str, Any]:
     return dict(json.loads(file.read_bytes())) if file.exists() else {"spans": []}
 
 
-def record_of(sidecar: dict[str, Any], files: list[dict[str, Any]], document: int) -> str:
+def record_of(dataset: Dataset, shard: dict[str, Any], sidecar: dict[str, Any], document: int) -> str:
     """Return where a document came from: file, and its place among the records of its slice."""
     index = document & ((1 << WINDOW_SHIFT) - 1)
-    for file, start, stop, first, count in sidecar["spans"]:
+    files = next(source["files"] for source in dataset.plan["sources"] if source["name"] == shard["source"])
+    for number, start, stop, first, count in sidecar["spans"]:
         if first <= index < first + count:
-            return f"{files[file]['name']}, record {index - first} of {start}:{stop}"
+            file = files[number]
+            if shard["window"] < len(dataset.plan["windows"]):
+                unit = {"parquet": "row groups", "arrow": "rows"}.get(file["format"], "bytes")
+            else:  # cut while it was read
+                unit = "lines" if file["format"] == "jsonl" else "records"
+            return f"{file['name']}, record {index - first} of {unit} {start}:{stop}"
     return f"window {document >> WINDOW_SHIFT}, record {index}"
 
 
@@ -200,7 +203,8 @@ def rows_of_document(dataset: Dataset, document: int) -> list[int]:
     if not parts:
         name = f"{document >> WINDOW_SHIFT}:{document % 2**WINDOW_SHIFT}"
         raise PackError(
-            f"--doc {name}: no pack holds any token of it; it was dropped or does not exist. See pack inspect."
+            f"--doc {name}: no pack holds any token of it; it was dropped or does not exist. "
+            f"See pack inspect {quote(str(dataset.path))}."
         )
     return list(dict.fromkeys(row for _, _, row in parts))
 
@@ -218,8 +222,8 @@ def rows_with_text(dataset: Dataset, text: str, decoder: Decoder) -> Iterator[in
 def title(pack: Pack) -> str:
     """Return one line about a pack."""
     return (
-        f"pack {pack['row']}: {pack['tokens']:,} tokens, {len(pack['segments'])} segments, "
-        f"{pack['targets']:,} targets, {pack['fill']:.1%} full, source {pack['source']}"
+        f"pack {pack['row']}: {counted(pack['tokens'], 'token')}, {counted(len(pack['segments']), 'segment')}, "
+        f"{counted(pack['targets'], 'target')}, {percent(pack['fill'])} full, source {pack['source']}"
     )
 
 
@@ -230,9 +234,9 @@ def segment_title(segment: Pack, number: int) -> str:
         if segment[neighbour] is not None:
             cuts.append(f"its document goes on {where} it in pack {segment[neighbour]}")
         if segment[lost]:
-            cuts.append(f"{segment[lost]:,} tokens {where} it are LOST")
+            cuts.append(f"{counted(segment[lost], 'token')} {where} it LOST")
     first, last = segment["start"], segment["start"] + segment["tokens"] - 1
-    place = f"tokens {first:,} to {last:,} (positions 0 to {last - first:,}), {segment['targets']:,} targets"
+    place = f"tokens {first:,} to {last:,} (positions 0 to {last - first:,}), {counted(segment['targets'], 'target')}"
     return f"segment {number}: {place}, {'; '.join([segment['record'], *cuts])}"
 
 
@@ -247,11 +251,12 @@ def pack_view(pack: Pack, *, colour: bool) -> Iterator[Text]:
             if not colour and run["trained"] != inside:
                 line.append("⟦" if run["trained"] else "⟧")
             inside = run["trained"]
-            line.append(run["text"], style=style + (" underline" if run["special"] and run["trained"] else ""))
+            text = run["text"].replace("\x1b", "␛")  # a terminal must not obey what a corpus says
+            line.append(text, style=style + (" underline" if run["special"] and run["trained"] else ""))
         if not colour and inside:
             line.append("⟧")
         if segment["hidden_tokens"]:
-            line.append(f" … {segment['hidden_tokens']:,} more tokens", style="dim italic")
+            line.append(f" … {counted(segment['hidden_tokens'], 'more token')}", style="dim italic")
         yield line
 
 

@@ -7,42 +7,26 @@ from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.wording import LOSSES, duration, number, percent, reasons, size
+from shards.errors import counted
+
 Report = dict[str, Any]
-LOSSES = (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost"))
 LENGTHS = ("p1", "p5", "p25", "p50", "p75", "p95", "p99", "p99.9", "max")
+UNBOUNDED = 10_000  # columns, more than any line needs
+
+
+def stdout() -> Console:
+    """Return stdout as a console as wide as the terminal; a pipe has room for whole lines."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else UNBOUNDED)
 
 
 def show(*parts: RenderableType) -> None:
-    """Print on stdout; a pipe gets plain text of 100 columns."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100)
+    """Print on stdout."""
     for part in parts:
-        console.print(part)
-
-
-def number(value: float | None) -> str:
-    """Return a count with thousands separated, a ratio with three digits."""
-    if value is None:
-        return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes in a unit that people read."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} TiB"
-
-
-def percent(share: float) -> str:
-    """Return a share; the digits that matter stay near 0 and 100 %."""
-    digits = 3 if 0 < share < 0.001 or 0.999 < share < 1 else 1
-    return f"{share:.{digits}%}"
+        stdout().print(part)
 
 
 def grid(columns: list[str], rows: list[list[str]], title: str = "") -> RenderableType:
@@ -89,7 +73,11 @@ def dataset_view(report: Report) -> Group:
     parts: list[RenderableType] = [Text(report["path"], style="bold"), pairs(list(headline(report)))]
     parts += [grid(columns, rows, title) for title, columns, rows in tables(report)]
     parts += [Text(f"! {sentence}", style="yellow") for sentence in report["warnings"]]
-    return Group(*[Padding(part, (0, 0, 1, 0)) for part in parts])
+    return _spaced(parts)
+
+
+def _spaced(parts: list[RenderableType]) -> Group:
+    return Group(*[line for part in parts for line in (part, Text())])
 
 
 def comparison_view(reports: list[Report]) -> Group:
@@ -121,7 +109,7 @@ def comparable(report: Report) -> Iterator[tuple[str, str]]:
         yield key, str(recipe[key])
     yield "tokenizer", f"{recipe['tokenizer']['digest'][:12]}, {recipe['tokenizer']['vocab_size']:,} entries"
     for source in recipe["sources"]:
-        yield f"source {source['name']}", f"{source['files']:,} files, {size(source['bytes'])}"
+        yield f"source {source['name']}", f"{counted(source['files'], 'file')}, {size(source['bytes'])}"
         chosen = {
             key: value
             for key, value in source["records"].items()
@@ -142,26 +130,20 @@ def headline(report: Report) -> Iterator[list[str]]:
     recipe, fill = report["recipe"], report["fill"]
     documents, tokens, targets = report["documents"], report["tokens"], report["targets"]
     yield ["dataset", f"{report['dataset_id'][:16]}  plan {report['plan_id'][:16]}"]
-    yield [
-        "recipe",
-        f"seq_len {recipe['seq_len']:,}, packer {recipe['packer']}, tokenizer of {recipe['tokenizer']['vocab_size']:,}",
-    ]
+    vocabulary = recipe["tokenizer"]["vocab_size"]
+    yield ["recipe", f"seq_len {recipe['seq_len']:,}, packer {recipe['packer']}, vocabulary of {vocabulary:,}"]
     yield ["documents", f"{documents['packed']:,} of {documents['read']:,} read" + _parts(documents)]
     yield ["segments", f"{report['segments']:,}"]
     yield ["packs", f"{report['packs']:,}, {report['segments_per_pack']['mean']:.2f} segments each"]
     yield ["tokens", f"{tokens['packed']:,} of {tokens['read']:,} read"]
     share = targets["packed"] / tokens["packed"] if tokens["packed"] else 0.0
     yield ["targets", f"{targets['packed']:,} ({percent(share)} of the tokens)"]
-    yield [
-        "fill rate",
-        f"{percent(fill['rate'])}; {percent(fill['above_min'])} above the fewest possible, {fill['min_packs']:,} packs",
-    ]
+    fewest = f"the fewest possible, {counted(fill['min_packs'], 'pack')}"
+    yield ["fill rate", f"{percent(fill['rate'])}; {percent(fill['above_min'])} above {fewest}"]
     steps = report["steps"]
-    yield [
-        "steps per epoch",
-        f"{steps['per_epoch']:,} of {steps['packs_per_step']:,} packs, {steps['left_over_packs']:,} packs left over",
-    ]
-    yield ["on disk", f"{size(report['disk']['bytes'])} in {report['disk']['shards']:,} shards"]
+    of = f"of {counted(steps['packs_per_step'], 'pack')}"
+    yield ["steps per epoch", f"{steps['per_epoch']:,} {of}, {steps['left_over_packs']:,} left over"]
+    yield ["on disk", f"{size(report['disk']['bytes'])} in {counted(report['disk']['shards'], 'shard')}"]
     yield from _built(report["build"], tokens["read"])
 
 
@@ -178,7 +160,8 @@ def _built(build: Report, tokens: int) -> Iterator[list[str]]:
     if seconds:
         new = build.get("tokens_read", tokens)
         last = f" for the last {new:,} tokens" if new < tokens else ""
-        yield ["built in", f"{seconds:,.1f} s{last}, {new / seconds:,.0f} tokens/s, {build['workers']} workers"]
+        speed = f"{new / seconds:,.0f} tokens/s, {counted(build['workers'], 'worker')}"
+        yield ["built in", f"{duration(seconds)}{last}, {speed}"]
 
 
 Rows = Iterator[list[str]]
@@ -196,9 +179,9 @@ def _losses(report: Report) -> Rows:
     for source in report["sources"]:
         for thing, lost in LOSSES:
             sheet = source[thing]
-            reasons = [f"{reason} {n:,}" for reason, n in sorted(sheet[lost].items(), key=lambda x: -x[1]) if n]
-            if reasons:
-                yield [source["name"], thing, number(sheet["read"]), number(sheet["packed"]), ", ".join(reasons)]
+            why = reasons(sheet[lost])
+            if why:
+                yield [source["name"], thing, number(sheet["read"]), number(sheet["packed"]), why]
 
 
 def _lengths(report: Report) -> Rows:
@@ -268,18 +251,16 @@ def tables(report: Report) -> Iterator[tuple[str, list[str], list[list[str]]]]:
 def plan_view(plan: Report) -> Group:
     """Return what a plan found out."""
     sample, corpus, build = plan["sample"], plan["corpus"], plan["build"]
-    seen = "everything" if sample["whole"] else f"{sample['documents']:,} documents, {size(sample['bytes'])}"
+    seen = "everything" if sample["whole"] else f"{counted(sample['documents'], 'document')}, {size(sample['bytes'])}"
     of = "" if sample["whole"] or not sample["corpus_bytes"] else f" of {size(sample['corpus_bytes'])}"
     half = corpus["tokens_plus_minus"]
     spread = " ± unknown" if half is None else f" ± {half:,}" if half else ""
     about = "" if sample["whole"] else "about "
+    workers = counted(build["workers"], "worker")
     rows = [
-        ["seen", f"{seen}{of} in {sample['seconds']:.1f} s"],
-        ["corpus", f"{about}{corpus['documents']:,} documents, {corpus['tokens']:,}{spread} tokens"],
-        [
-            "build",
-            f"about {duration(build['seconds'])} with {build['workers']} workers, {size(build['disk_bytes'])} on disk",
-        ],
+        ["seen", f"{seen}{of} in {duration(sample['seconds'])}"],
+        ["corpus", f"{about}{counted(corpus['documents'], 'document')}, {corpus['tokens']:,}{spread} tokens"],
+        ["estimated build", f"{duration(build['seconds'])} with {workers}, {size(build['disk_bytes'])} on disk"],
     ]
     rows += (
         [["left out", f"{sample['rejected']:,} unreadable, {sample['empty']:,} empty"]]
@@ -287,26 +268,17 @@ def plan_view(plan: Report) -> Group:
         else []
     )
     best = plan["recommendation"]
-    advice = f"{best['seq_len']}: {best['reason']}" if best["seq_len"] else best["reason"]
+    advice = f"--seq-len {best['seq_len']}: {best['reason']}" if best["seq_len"] else best["reason"]
     seq_lens = ["seq_len", "packs", "full", "documents cut", "tokens lost", "cost a token"]
     packers = ["seq_len", *dict.fromkeys(row["packer"] for row in plan["outcomes"])]
-    parts = [
+    parts: list[RenderableType] = [
         pairs(rows),
         grid(seq_lens, list(_by_seq_len(plan)), "With the default packer"),
         grid(packers, list(_by_packer(plan)), "How full each packer fills packs"),
         Text(f"cost: training FLOPs a token against the cheapest row, {plan['model']}", style="dim"),
         Text(f"→ {advice}", style="bold"),
     ]
-    return Group(*[Padding(part, (0, 0, 1, 0)) for part in parts])
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the unit that people read."""
-    for unit, step in (("s", 60.0), ("min", 60.0), ("h", 24.0)):
-        if seconds < 2 * step:
-            return f"{seconds:,.0f} {unit}" if seconds >= 10 else f"{seconds:,.1f} {unit}"
-        seconds /= step
-    return f"{seconds:,.1f} days"
+    return _spaced(parts)
 
 
 def _by_seq_len(plan: Report) -> Rows:

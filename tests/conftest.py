@@ -201,7 +201,7 @@ def write_dataset(tmp_path: Path) -> WriteDataset:
                 {
                     "name": source,
                     "records": {"kind": "text", "train_on": "auto", "overlong": "split"},
-                    "files": [{"name": f"{source}.jsonl", "bytes": 1000, "fingerprint": "0"}],
+                    "files": [{"name": f"{source}.jsonl", "bytes": 1000, "format": "jsonl", "fingerprint": "0"}],
                 }
                 for source in sources
             ],

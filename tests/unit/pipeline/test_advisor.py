@@ -106,6 +106,10 @@ def test_the_smallest_seq_len_that_cuts_few_documents_is_recommended():
     assert advice["reason"] == "99.9% full, 0.3% of documents cut; 2048 would cut 11.0%"
 
 
+def test_advice_never_calls_nearly_full_packs_full():
+    assert recommend([row(2048, 0.99952, 0.00001)], None)["reason"] == "99.952% full, 0.001% of documents cut"
+
+
 def test_a_model_with_few_positions_limits_the_advice():
     rows = [row(2048, 0.99, 0.11), row(4096, 0.999, 0.003)]
     assert recommend(rows, 2048)["seq_len"] == 2048
@@ -150,5 +154,5 @@ def test_the_command_writes_nothing_and_prints_figures(corpus, tokenizer_dir, mo
     )
     assert json.loads(done.stdout)["recommendation"]["packer"] == "auto"
     shown = CliRunner().invoke(main, ["plan", str(corpus), "--tokenizer", tokenizer_dir], catch_exceptions=False)
-    assert "→" in shown.stdout
+    assert "→ --seq-len" in shown.stdout
     assert sorted(tmp_path.rglob("*")) == before

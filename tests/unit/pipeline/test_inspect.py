@@ -13,7 +13,8 @@ from rich.console import Console
 from pipeline.cli import main
 from pipeline.deep import deep
 from pipeline.inspection import typical_lengths
-from pipeline.terminal import Grid, duration, percent, size
+from pipeline.terminal import Grid
+from pipeline.wording import duration, percent, reasons, size
 from shards import Dataset
 
 
@@ -36,6 +37,39 @@ def test_no_line_is_wider_than_the_terminal(dataset, columns):
 def test_a_pipe_gets_plain_text(dataset):
     assert "\x1b" not in run(dataset).output
     assert "\x1b" not in run(dataset, NO_COLOR="1", FORCE_COLOR=None).output
+
+
+def test_a_pipe_gets_whole_lines_however_long(write_dataset):
+    datasets = [write_dataset({"web": [[30, 20]]}, name=f"a-dataset-of-long-name-{n}") for n in range(6)]
+    lines = run(*datasets, COLUMNS=None).output.splitlines()
+    fill = next(line for line in lines if line.startswith("fill rate"))
+    assert fill.count("78.1%; 0.0% above the fewest possible, 1 pack") == 6
+    for dataset, warning in zip(datasets, lines[-6:], strict=True):
+        assert warning.startswith(f"! {dataset}: Packs are only 78.1% full")
+        assert warning.endswith("See pack plan.")
+
+
+def test_one_of_each_is_no_plural(write_dataset):
+    said = run(write_dataset({"web": [[64]]}), "--packs-per-step", 1).output
+    for text in ("1 of 1 pack, 0 left over", "in 1 shard\n", "above the fewest possible, 1 pack\n"):
+        assert text in re.sub(" +\n", "\n", said)
+
+
+@pytest.mark.parametrize("packer", ["bucketed", "unpacked"])
+def test_a_dataset_that_does_not_pack_is_not_called_packed(packer, tokenizer_dir, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 200)))
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "256", "--packer", packer, "--workers", "1"]
+    build = ["build", str(tmp_path / "corpus.jsonl"), *flags, "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(main, build, catch_exceptions=False).exit_code == 0
+    table = run(tmp_path / "out").output.partition("Padding avoided")[2].splitlines()
+    assert re.fullmatch(rf"{packer} .* 1.00 x", table[2])
+    padded = np.ceil(Dataset(tmp_path / "out").index.num_tokens / 64).clip(max=4) * 64
+    for flag in ((), ("--deep",)):
+        report = json.loads(run(tmp_path / "out", "--json", *flag).output)
+        ways = (report["deep"] if flag else report)["feedings"]
+        assert ways[0]["name"] == packer
+        slots = padded.sum() if packer == "bucketed" else report["tokens"]["packed"]
+        assert ways[0]["slots"] == slots
 
 
 def test_several_datasets_stand_side_by_side_and_differences_are_marked(write_dataset):
@@ -107,6 +141,14 @@ def test_figures_are_written_as_people_read_them():
     assert [percent(0.0), percent(0.5), percent(0.9999), percent(0.00012)] == ["0.0%", "50.0%", "99.990%", "0.012%"]
     assert [size(512), size(2048), size(3 << 30)] == ["512 B", "2.0 KiB", "3.0 GiB"]
     assert [duration(5), duration(90), duration(600), duration(7200 * 3)] == ["5.0 s", "90 s", "10 min", "6.0 h"]
+    assert reasons({"empty": 2, "never": 0, "rejected": 3000}) == "rejected 3,000, empty 2"
+
+
+def test_a_share_that_is_not_everything_or_nothing_is_not_rounded_to_it():
+    shares = [0.99952, 0.9999949, 0.999999, 1 - 1e-12, 1.0, 0.0, 1e-12, 0.000004, 0.000006]
+    written = ["99.952%", "99.999%", ">99.999%", ">99.999%", "100.0%", "0.0%", "<0.001%", "<0.001%", "0.001%"]
+    assert [percent(share) for share in shares] == written
+    assert duration(0.004) == "<0.1 s"
 
 
 @pytest.mark.parametrize("columns", [40, 60, 100])

@@ -1,6 +1,8 @@
 """Every figure of a report, computed again from the rows."""
 
 import itertools
+import re
+import shlex
 from statistics import mean
 
 import numpy as np
@@ -125,6 +127,22 @@ def test_padded_feedings_cost_what_their_rows_cost():
         assert ways[name]["relative_cost"] == pytest.approx(cost_of(rows) / packed)
 
 
+@pytest.mark.parametrize(
+    ("packer", "rows"),
+    [("bucketed", [64, 64, 128, 128, 192, 200]), ("unpacked", [3, 64, 65, 128, 130, 200])],
+)
+def test_a_dataset_that_does_not_pack_is_compared_as_what_it_is(packer, rows):
+    lengths = [3, 64, 65, 128, 130, 200]
+    histogram = Rows(np.array(lengths, float), np.ones(len(lengths)))
+    ways = {way["name"]: way for way in compare(histogram, 200, SHAPE, packer)}
+    assert list(ways) == [packer, *FEEDINGS]
+    assert ways[packer]["slots"] == sum(rows)
+    assert ways[packer]["attention_pairs"] == sum(n * (n + 1) // 2 for n in rows)
+    assert ways[packer]["padding"] == pytest.approx(1 - sum(lengths) / sum(rows))
+    assert ways[packer]["relative_cost"] == 1
+    assert ways["pad to seq_len"]["relative_cost"] == pytest.approx(cost_of([200] * 6) / cost_of(rows))
+
+
 def test_random_batches_cost_what_shuffling_gives_on_average():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 65, 40)
@@ -177,6 +195,7 @@ def test_a_config_without_a_shape_is_refused():
     [
         ({"a": [[64], [63], [64]]}, {}, "Packing had little effect: 1.00 segments"),
         ({"a": [[10, 10], [10, 10]]}, {}, "Packs are only 31.2% full"),
+        ({"a": [[3]]}, {}, "Packs are only 4.7% full"),  # nothing was there to share the pack
         (
             {"a": [[32, 32]]},
             {"lost": {"a": {"overlong": 64}}},
@@ -207,4 +226,10 @@ def test_a_finished_build_is_summed_up_in_a_few_lines(dataset):
     text = "\n".join(summary_lines(dataset.manifest, "data/x"))
     assert "17 documents" in text
     assert "8 packs" in text
-    assert "overlong" in text
+    assert "tokens lost: overlong 100" in text
+
+
+def test_one_document_in_one_pack_is_no_plural(write_dataset):
+    first, last = summary_lines(Dataset(write_dataset({"web": [[64]]})).manifest, "my data/x")
+    assert re.fullmatch(r"my data/x: 1 document, 64 tokens, \d\d targets in 1 pack of 64 \(100\.0% full\)", first)
+    assert shlex.split(last.partition("see ")[2]) == ["pack", "inspect", "my data/x"]

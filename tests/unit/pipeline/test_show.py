@@ -1,8 +1,13 @@
 """Packs decoded: every token of a pack is shown once, marked as the shard marks it."""
 
+import gzip
 import json
+import shlex
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from tokenizers import Tokenizer
@@ -78,6 +83,55 @@ def test_lost_tokens_before_between_and_after_parts_are_counted():
 def test_a_segment_names_its_file_and_record(dataset):
     records = {s["record"].partition(" of ")[0] for p in packs(dataset) for s in p["segments"]}
     assert records == {f"corpus.jsonl, record {n}" for n in range(3)}
+
+
+def records(path, sources, tokenizer_dir, **environment):
+    """Build a dataset and return where its segments say they come from."""
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "256", "--out", str(path), "--workers", "1"]
+    done = CliRunner().invoke(main, ["build", *map(str, sources), *flags], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return sorted(s["record"] for p in packs(Dataset(path)) for s in p["segments"])
+
+
+def test_the_slice_that_a_record_is_counted_in_has_a_unit(tmp_path, tokenizer_dir):
+    line = json.dumps({"text": "one two"}) + "\n"
+    (tmp_path / "plain.jsonl").write_text(line * 2)
+    (tmp_path / "zipped.jsonl.gz").write_bytes(gzip.compress(line.encode() * 2))
+    (tmp_path / "array.json").write_text(json.dumps([json.loads(line)] * 2))
+    pq.write_table(pa.table({"text": ["one two"] * 2}), tmp_path / "table.parquet")
+    datasets.Dataset.from_dict({"text": ["one two"] * 2}).save_to_disk(str(tmp_path / "saved"))
+    expected = {
+        "plain.jsonl": f"bytes 0:{2 * len(line)}", "zipped.jsonl.gz": "lines 0:2", "array.json": "records 0:2",
+        "table.parquet": "row groups 0:1", "saved": "rows 0:2",
+    }  # fmt: skip
+    for name, slice_ in expected.items():
+        found = records(tmp_path / f"{name}.out", [tmp_path / name], tokenizer_dir)
+        assert [record.partition(", ")[2] for record in found] == [f"record {n} of {slice_}" for n in (0, 1)]
+
+
+def test_one_of_each_is_no_plural(write_dataset, tokenizer_dir):
+    path = write_dataset({"web": [[2]]}, tokenizer=tokenizer_dir)
+    said = CliRunner().invoke(main, ["show", str(path), "--tokens", "1"]).output
+    assert "2 tokens, 1 segment, " in said
+    assert "… 1 more token\n" in said
+
+
+def test_a_terminal_does_not_obey_what_a_corpus_says(tmp_path, tokenizer_dir):
+    (tmp_path / "evil.jsonl").write_text(json.dumps({"text": "clear \x1b[2J the screen"}))
+    records(tmp_path / "out", [tmp_path / "evil.jsonl"], tokenizer_dir)
+    assert "␛[2J" in CliRunner().invoke(main, ["show", str(tmp_path / "out")]).output
+
+
+def test_a_dataset_without_its_tokenizer_is_an_error(write_dataset):
+    done = CliRunner().invoke(main, ["show", str(write_dataset({"web": [[2]]}))])
+    assert (done.exit_code, done.output.count("\n")) == (1, 1)
+    assert "tokenizer.json: is missing" in done.output
+
+
+def test_hints_quote_a_path_with_spaces(write_dataset):
+    path = write_dataset({"web": [[2]]}, name="my data")
+    said = CliRunner().invoke(main, ["show", str(path), "--doc", "0:9"]).output
+    assert shlex.split(said.partition("See ")[2].strip(".\n")) == ["pack", "inspect", str(path)]
 
 
 def test_what_is_cut_from_the_view_is_counted(dataset):

@@ -1,0 +1,47 @@
+"""How reports write figures: numbers, shares, sizes, times, what was lost and why."""
+
+from collections.abc import Mapping
+
+LOSSES = (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost"))
+"What a balance sheet counts, and under which key it keeps what did not get through."
+
+
+def number(value: float | None) -> str:
+    """Return a count with thousands separated, a ratio with four digits, a dash for what nobody knows."""
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share with the digits that matter; what is not all or nothing is never rounded to it."""
+    digits = 3 if 0 < share < 0.001 or 0.999 < share < 1 else 1
+    text = f"{share:.{digits}%}"
+    if text == "0.000%":
+        return "<0.001%"
+    return ">99.999%" if text == "100.000%" else text
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in a unit that people read."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that people read."""
+    if seconds < 0.1:
+        return "<0.1 s"
+    for unit, step in (("s", 60.0), ("min", 60.0), ("h", 24.0)):
+        if seconds < 2 * step:
+            return f"{seconds:,.0f} {unit}" if seconds >= 10 else f"{seconds:,.1f} {unit}"
+        seconds /= step
+    return f"{seconds:,.1f} days"
+
+
+def reasons(lost: Mapping[str, int]) -> str:
+    """Return why things were lost and how many each time, the most frequent reason first; "" where none were."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in sorted(lost.items(), key=lambda x: -x[1]) if count)
