@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.hub import quiet_hub
 from shards.errors import ModelError
 
 
@@ -82,7 +83,8 @@ def _hub_config(name: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        return dict(AutoConfig.from_pretrained(name).to_dict())
+        with quiet_hub():
+            return dict(AutoConfig.from_pretrained(name).to_dict())
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(" .")
         raise ModelError(

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from pipeline.corpus_files import is_url, open_source
+from pipeline.hub import quiet_hub
 from shards.errors import SourceError
 
 CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
@@ -60,7 +61,7 @@ def hub_files(spec: str) -> list[tuple[str, str]]:
     last: Exception | None = None
     for path, config in _candidates(name):
         try:
-            with _quiet(datasets):
+            with quiet_hub(), _quiet(datasets):
                 dataset = datasets.load_dataset(path, config, split=split)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             last = last or error
@@ -70,7 +71,10 @@ def hub_files(spec: str) -> list[tuple[str, str]]:
             raise SourceError(f"{spec}: is a part of its files; expected a whole split. Use save_to_disk first.")
         return [(f"{name}:{split}/{os.path.basename(file)}", file) for file in files]
     reason = str(last).strip().splitlines()[0] if last is not None and str(last).strip() else type(last).__name__
-    raise SourceError(f"{spec}: no such dataset or split ({reason}). Check the name, the split and the network.")
+    raise SourceError(
+        f"{spec}: no such dataset or split here or on the hub ({reason.rstrip('.')}). "
+        "Check the name, the split and the network, or give files or a directory."
+    )
 
 
 def _candidates(name: str) -> Iterator[tuple[str, str | None]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from pipeline.hub import quiet_hub
 from shards.errors import TokenizerError
 
 JSON = "tokenizer.json"
@@ -309,7 +310,8 @@ def _download(name: str) -> dict[str, bytes]:
     files = {}
     for file in (*FILES, MODEL):
         try:
-            files[file] = Path(hf_hub_download(name, file)).read_bytes()
+            with quiet_hub():
+                files[file] = Path(hf_hub_download(name, file)).read_bytes()
         except LocalEntryNotFoundError as error:  # no network and not in the cache
             if file == JSON:
                 raise _unknown(name, error) from None
@@ -341,7 +343,8 @@ def _convert(name: str) -> dict[str, bytes]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        with quiet_hub():
+            tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = _reason(error)
         raise TokenizerError(

@@ -4,9 +4,11 @@ import csv
 import gzip
 import io
 import json
+import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -485,6 +487,20 @@ def test_an_unknown_split_or_configuration_is_named(hub_folder, tail):
     with pytest.raises(SourceError, match="hf:") as caught:
         resolve_specs([f"hf:{hub_folder}{tail}"], OPTIONS)
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_cannot_be_reached_takes_one_line(monkeypatch, caplog):
+    import datasets
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("Couldn't reach 'no/where' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    expected = r"hf:no/where: no such dataset .*\(Couldn't reach 'no/where' on the Hub\).*or give files or a directory"
+    with pytest.raises(SourceError, match=expected):
+        resolve_specs(["hf:no/where"], OPTIONS)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "stream.arrow", "a.csv"])

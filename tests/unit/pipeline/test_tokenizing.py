@@ -1,9 +1,11 @@
 """Tokenizers: specs against transformers, control text against its ids, engines against the reference."""
 
 import json
+import logging
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +173,23 @@ def test_a_model_that_the_library_cannot_load_is_an_error_of_ours(tokenizer_dir,
     )
     with pytest.raises(TokenizerError, match=r"expected a tokenizer\.json that `tokenizers` can load"):
         Encoder(target)
+
+
+def test_without_a_network_one_line_of_ours_stands_for_all_of_the_hub_client(monkeypatch, caplog):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise LocalEntryNotFoundError("cannot be reached")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(TokenizerError, match=r"no directory here, .* \(cannot be reached\).*or give a directory"):
+        load_spec("nobody/nothing")
+    assert not caplog.records
+    with pytest.raises(LocalEntryNotFoundError):
+        unreachable()
+    assert caplog.records  # of others' calls nothing is hidden
 
 
 def test_an_unknown_tokenizer_is_named(tmp_path, monkeypatch):
