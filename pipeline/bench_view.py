@@ -1,16 +1,13 @@
 """The figures of `pack bench` on a terminal and as a page; what they mean is said in `trainer/contest.py`."""
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
-from pipeline.html import Page, Section, Table, bars, plot, render
-from pipeline.terminal import grid, percent, size
-from shards.errors import PackError
+from pipeline.html import Page, Section, Table, bars, plot, write
+from pipeline.terminal import grid, stdout
+from pipeline.wording import percent, size
+from shards.errors import counted
 
 WIDE_ENOUGH = 140  # columns of a terminal for the whole table
 Result = dict[str, Any]
@@ -43,7 +40,7 @@ def cells(row: Result, wrong: dict[str, float]) -> list[str]:
     ]
 
 
-def figures_table(result: Result, width: int = 200) -> Table:
+def figures_table(result: Result, width: int = WIDE_ENOUGH) -> Table:
     """Return the table without columns that nobody fills; where there is little room, with the foremost ones."""
     rows = [cells(row, result["disagreements"]) for row in result["rows"]]
     shown = [
@@ -57,9 +54,10 @@ def facts(result: Result) -> str:
     """Return what was run, on what, in one line."""
     steps, sizes, found = result["steps"], result["settings"], result["machine"]
     return (
-        f"{steps['documents']:,} documents, {steps['tokens']:,} tokens of {result['data']} in {steps['number']} steps; "
+        f"{counted(steps['documents'], 'document')}, {counted(steps['tokens'], 'token')} of {result['data']} "
+        f"in {counted(steps['number'], 'step')}; "
         f"{result['parameters'] / 1e6:,.1f}M parameters, {sizes['dtype']}; padded batches of {sizes['batch']}, "
-        f"others of {sizes['tokens_per_batch']:,} tokens; {found['name']}, {found['threads']} threads, "
+        f"others of {sizes['tokens_per_batch']:,} tokens; {found['name']}, {counted(found['threads'], 'thread')}, "
         f"torch {found['torch']}"
     )
 
@@ -71,16 +69,13 @@ def remarks(result: Result) -> list[str]:
         f"LOSSES DISAGREE: {name} is up to {off:.1e} off {first} on the same documents; it trains something else"
         for name, off in result["disagreements"].items()
     ]
-    return [*wrong, *_failures(result["rows"]), *result["notes"]]
-
-
-def _failures(rows: list[Result]) -> list[str]:
-    return [f"{row['strategy']}: {row['failed']}" for row in rows if "failed" in row]
+    failures = [f"{row['strategy']}: {row['failed']}" for row in result["rows"] if "failed" in row]
+    return [*wrong, *failures, *result["notes"]]
 
 
 def show(result: Result) -> None:
     """Print the table and what there is to say about it; a pipe gets all columns."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE_ENOUGH)
+    console = stdout()
     table = figures_table(result, console.width)
     console.print(Text(facts(result), style="dim"), soft_wrap=True)
     console.print(grid(table.columns, table.rows))
@@ -119,8 +114,4 @@ def write_page(result: Result, file: str) -> None:
     Raises:
         PackError: The file cannot be written.
     """
-    text = render(page(result))
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PackError(f"--html {file}: cannot be written ({error.strerror}). Name another file.") from error
+    write(page(result), file)

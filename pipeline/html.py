@@ -8,21 +8,15 @@ than a screen shows.
 
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from shards.errors import PackError
 
-COLOURS = (
-    "#0072b2",
-    "#e69f00",
-    "#009e73",
-    "#d55e00",
-    "#cc79a7",
-    "#56b4e9",
-    "#999999",
-)  # Okabe and Ito: told apart by all
+# Okabe and Ito: told apart by all
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")
 
 
 @dataclass(frozen=True)
@@ -86,6 +80,19 @@ def render(page: Page) -> str:
     return template.render(page=page, plotly=Markup(script))
 
 
+def write(page: Page, file: str) -> None:
+    """Write the page.
+
+    Raises:
+        PackError: plotly is not installed, or the file cannot be written.
+    """
+    text = render(page)
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PackError(f"--html {file}: cannot be written ({error.strerror}). Name another file.") from error
+
+
 def label(text: str) -> str:
     """Escape a name for use inside a plot, where plotly reads a few tags."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -114,16 +121,7 @@ def bars(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, A
 
 def steps(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:
     """Return a trace of filled steps, for histograms on a log axis: `y[i]` holds from `x[i]` to `x[i + 1]`."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "fill": "tozeroy",
-        "x": x,
-        "y": y,
-        "name": label(name),
-        "line": {"shape": "hv"},
-        **more,
-    }
+    return lines(x, y, name, **{"fill": "tozeroy", "line": {"shape": "hv"}, **more})
 
 
 def lines(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:
@@ -131,6 +129,6 @@ def lines(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, 
     return {"type": "scatter", "mode": "lines", "x": x, "y": y, "name": label(name), **more}
 
 
-def mark(x: float, log: bool = False) -> dict[str, Any]:
+def mark(x: float) -> dict[str, Any]:
     """Return a vertical line across a plot."""
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}

@@ -1,14 +1,13 @@
 """What `pack inspect` is asked for: datasets or training runs, as data, as a terminal view and as a page."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
 
 from pipeline.deep import deep
-from pipeline.html import Page, render
+from pipeline.html import Page, write
 from pipeline.model_shape import DEFAULT_SHAPE, load_shape
 from pipeline.pages import comparison_page, dataset_page
 from pipeline.report import Report, inspect
@@ -69,11 +68,7 @@ class Inspection:
         Raises:
             PackError: The file cannot be written.
         """
-        text = render(self._page())
-        try:
-            Path(file).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise PackError(f"--html {file}: cannot be written ({error.strerror}). Name another file.") from error
+        write(self._page(), file)
 
     def _page(self) -> Page:
         if self.runs:
