@@ -126,7 +126,10 @@ class StepOrder:
         if packs_per_step < 1 or packs_per_step % packs_per_batch:
             raise PackError(f"--packs-per-step: {packs_per_step}; expected a multiple of {packs_per_batch}.")
         if mix and (order != "shuffled" or padded_len is not None):
-            raise PackError("--mix: gives one sequence of sources, which cost-grouped or bucketed steps would break.")
+            raise PackError(
+                "--mix: gives one sequence of sources, which cost-grouped or bucketed steps would break. "
+                "Use --order shuffled, and a dataset that is packed."
+            )
         self._seed, self._by_cost, self._largest_first = seed, order == "cost-grouped", largest_first
         self._padded_len, self._tokens_per_batch = padded_len, tokens_per_batch
         self._mix = _Mix(index, sources, mix, mix_by, mix_stop, seed) if mix else None
@@ -263,8 +266,8 @@ class _Mix:
         self._streams: list[int] = []
         per_pack = {"tokens": index.num_tokens, "targets": index.num_targets}.get(by)
         for name, weight in mix:
-            if name not in known or weight <= 0:
-                fault = "a weight above 0" if name in known else f"one of the sources {', '.join(known)}"
+            if name not in known or not 0 < weight < np.inf:
+                fault = "a finite weight above 0" if name in known else f"one of the sources {', '.join(known)}"
                 raise PackError(f"--mix: {name}={weight:g}; expected {fault}.")
             packs = np.concatenate([np.arange(start, end) for source, start, end in sources if source == name])
             amounts = np.ones(len(packs), np.int64) if per_pack is None else per_pack[packs].astype(np.int64)

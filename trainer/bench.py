@@ -20,6 +20,7 @@ from pipeline.bench_view import show as show
 from pipeline.bench_view import write_page as write_page
 from pipeline.config import RecordOptions
 from pipeline.sampling import pack_rows, sample_documents
+from pipeline.sources import resolve_specs
 from pipeline.tokenizing import Encoder
 from shards import Dataset, PackError
 from trainer.batch import Pack
@@ -131,11 +132,13 @@ def _default_model(folder: Path, corpus: Corpus) -> str:
 
 
 def _corpus(config: BenchConfig, folder: Path, tell: Callable[[str], None]) -> Corpus:
-    if config.data and (Path(config.data) / "manifest.json").exists():
+    if config.data and any((Path(config.data) / name).exists() for name in ("manifest.json", "plan.json")):
         if config.seq_len:
             raise PackError(f"--seq-len: {config.data} is a dataset and has its own. Leave the flag out.")
         return of_dataset(Dataset(config.data), config)
     if config.data:
+        if not config.data.startswith("hf:"):  # nothing is fetched before it is known that a tokenizer is there
+            resolve_specs((config.data,), RecordOptions(text_field=config.text_field))
         tokenizer = config.tokenizer or config.model
         if tokenizer is None or (config.tokenizer is None and tokenizer.endswith(".json")):
             raise PackError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from shards import Dataset, PackError
 from trainer.config import TrainConfig
@@ -14,8 +13,34 @@ from trainer.models import check_segments, check_vocabulary
 _TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 
-def check_dataset(dataset: Dataset, report: ModelReport, model: Any, config: TrainConfig) -> list[str]:
-    """Hold a dataset against the model that shall learn from it.
+def check_datasets(dataset: Dataset, held_out: Dataset | None, force: bool) -> None:
+    """Hold what is trained on, and what is evaluated on, against what a run needs.
+
+    Raises:
+        PackError: One of them holds nothing to learn from, or they have different tokenizers; unless `force` is on,
+            the first is one that only reports and comparisons are made of.
+    """
+    for each in (dataset, held_out) if held_out else (dataset,):
+        if not len(each):
+            raise PackError(f"{each.path}: has no packs; expected some. Build it from a corpus with documents.")
+        if not each.index.num_targets.any():
+            raise PackError(f"{each.path}: has no targets; expected some. Build it with another --train-on.")
+    if force:
+        return
+    if dataset.packer == "unpacked":
+        raise PackError(
+            f"{dataset.path}: is unpacked, one document in a row; a row costs a whole pack's share of the step. "
+            "Build it with --packer auto, or pass --force."
+        )
+    if held_out and (differing := _differing(_own_tokenizer(dataset), _own_tokenizer(held_out))):
+        raise PackError(
+            f"--eval {held_out.path}: its tokenizer differs from the one of {dataset.path} ({', '.join(differing)}). "
+            "Build both with the same."
+        )
+
+
+def check_fit(dataset: Dataset, report: ModelReport, config: TrainConfig) -> list[str]:
+    """Hold a dataset against the model that shall learn from it, or be scored on it.
 
     Returns:
         Notes for a person.
@@ -23,35 +48,9 @@ def check_dataset(dataset: Dataset, report: ModelReport, model: Any, config: Tra
     Raises:
         PackError: Training would fail, or succeed at the wrong thing.
     """
-    if not len(dataset):
-        raise PackError(f"{dataset.path}: has no packs; expected some. Build it from a corpus with documents.")
-    if not dataset.index.num_targets.any():
-        raise PackError(f"{dataset.path}: has no targets; expected some. Build it with another --train-on.")
     check_vocabulary(report, dataset.max_token_id)
     notes = check_segments(report, int(dataset.index.max_seqlen.max()))
     return notes + check_tokenizer(dataset, config.model, config.force)
-
-
-def check_packed(dataset: Dataset, force: bool) -> None:
-    """Refuse to learn from a dataset that only reports and comparisons are made of, unless `force` is on."""
-    if dataset.packer == "unpacked" and not force:
-        raise PackError(
-            f"{dataset.path}: is unpacked, one document in a row; a row costs a whole pack's share of the step. "
-            "Build it with --packer auto, or pass --force."
-        )
-
-
-def check_same_tokenizer(dataset: Dataset, held_out: Dataset) -> None:
-    """Refuse to score a model on ids that mean other text than those it learned from.
-
-    Raises:
-        PackError: The two datasets have different tokenizers.
-    """
-    if differing := _differing(_own_tokenizer(dataset), _own_tokenizer(held_out)):
-        raise PackError(
-            f"--eval {held_out.path}: its tokenizer differs from the one of {dataset.path} ({', '.join(differing)}). "
-            "Build both with the same."
-        )
 
 
 def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:

@@ -86,7 +86,9 @@ def _train_options(command: Command) -> Command:
 @click.option("--model", required=True, help="Model name, directory, or config JSON (random weights).")
 @click.option("--out", required=True, type=click.Path(), help="Run directory.")
 @_train_options
-@click.option("--progress/--no-progress", default=None, help="Live line on stderr. [default: on a terminal]")
+@click.option(
+    "--progress/--no-progress", default=True, help="Progress on stderr: a live line, or lines where it is no terminal."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def train(as_json: bool, **flags: Any) -> None:
     """Train a causal language model on a packed dataset.
@@ -126,7 +128,7 @@ def train(as_json: bool, **flags: Any) -> None:
 
 def _parse_mix(text: str) -> tuple[tuple[str, float], ...]:
     pairs = []
-    for part in filter(None, text.split(",")):
+    for part in text.split(",") if text else ():
         name, _, weight = part.partition("=")
         try:
             pairs.append((name.strip(), float(weight)))

@@ -117,8 +117,8 @@ class TrainConfig:
     "cuda or cpu; None for cuda where there is one."
     force: bool = False
     "Go on where a start-up check would refuse an unpacked dataset, a foreign tokenizer or a used run directory."
-    progress: bool | None = None
-    "Show progress on stderr; None for when it is a terminal."
+    progress: bool = True
+    "Progress on stderr: a live line on a terminal, elsewhere a line for each line of metrics."
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -139,9 +139,12 @@ class TrainConfig:
             raise PackError(f"--epochs: {self.epochs}; expected more than 0.")
         if self.eval_every and not self.eval:
             raise PackError("--eval-every: no held-out dataset is given. Add --eval DATASET.")
-        if not all(math.isfinite(weight) for _, weight in self.mix) or len(dict(self.mix)) < len(self.mix):
+        if not all(0 < weight < math.inf for _, weight in self.mix) or len(dict(self.mix)) < len(self.mix):
             weights = ",".join(f"{name}={weight:g}" for name, weight in self.mix)
-            raise PackError(f"--mix: {weights}; expected each source once, with a finite weight.")
+            raise PackError(
+                f"--mix: {weights}; expected each source once, with a finite weight above 0. "
+                "To leave a source out, do not name it."
+            )
         if self.min_lr > self.lr:
             raise PackError(f"--min-lr: {self.min_lr}; expected at most --lr, {self.lr}.")
         if self.decay_steps is not None and (self.schedule != "wsd" or self.decay_steps < 1):

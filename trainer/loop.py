@@ -8,6 +8,7 @@ back from the device, and the divisor of the loss comes from the dataset's index
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -234,6 +235,7 @@ def profiler(run: Run) -> AbstractContextManager[Any]:
         return nullcontext(NoProfile())
     folder = Path(run.config.out) / "profile"
     folder.mkdir(exist_ok=True)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler prints marks of its own on the terminal
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / "trace.json")),

@@ -1,4 +1,6 @@
-"""What a run reports: metrics.jsonl always, a live line on a terminal, TensorBoard and W&B when asked.
+"""What a run reports: metrics.jsonl always, progress on stderr unless told not to, TensorBoard and W&B when asked.
+
+On a terminal progress is one live line; in a file or a pipe, as on a cluster, one line for each line of metrics.
 
 Model FLOPs count the matrix products of forward and backward (6 a parameter and token) and the attention pairs that
 packed rows really have, 12 x heads x head_dim a pair and layer: the usual full-square term overstates attention
@@ -11,6 +13,7 @@ import json
 import resource
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +104,7 @@ class Metrics:
         self._file = self._board = self._wandb = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._num_steps, self._tells = num_steps, config.progress
         if not is_main:
             return
         path = out / "metrics.jsonl"
@@ -120,7 +124,7 @@ class Metrics:
             self._wandb = wandb.init(project=config.wandb, dir=str(out), config=config.to_dict(), resume="allow")
         self._file = path.open("a")
         console = Console(stderr=True)
-        if config.progress if config.progress is not None else console.is_terminal:
+        if config.progress and console.is_terminal:
             self._progress = Progress(
                 TextColumn("step {task.completed:,.0f}/{task.total:,.0f}", table_column=Column(no_wrap=True)),
                 TimeRemainingColumn(table_column=Column(no_wrap=True)),
@@ -143,8 +147,18 @@ class Metrics:
                 self._board.add_scalar(key, value, line["step"])
         if self._wandb is not None:
             self._wandb.log(figures, step=line["step"])
-        if self._progress is not None and "loss" in line:
-            self._progress.update(self._task, completed=line["step"], description=_describe(line))
+        if self._tells:
+            self._tell(line)
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        if "eval_loss" in line:
+            self.say(f"step {step:,}/{self._num_steps:,}  held-out loss {line['eval_loss']:.4f}")
+        elif self._progress is not None:
+            self._progress.update(self._task, completed=step, description=_describe(line))
+        else:
+            left = timedelta(seconds=round(line["step_s"] * (self._num_steps - step)))
+            self.say(f"step {step:,}/{self._num_steps:,}  {left} left  {_describe(line)}")
 
     def say(self, message: str) -> None:
         """Print one line on stderr, above the live line."""

@@ -18,7 +18,7 @@ from shards import Dataset, PackError
 from shards.errors import counted
 from trainer.adapters import add_adapters, freeze
 from trainer.checkpoint import Checkpoints
-from trainer.checks import check_dataset, check_packed, check_same_tokenizer
+from trainer.checks import check_datasets, check_fit
 from trainer.config import TrainConfig, flag
 from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
@@ -98,30 +98,30 @@ def set_up(config: TrainConfig, world: World) -> Run:
     Raises:
         PackError: Model, dataset, settings and run directory do not fit.
     """
-    out = Path(config.out)
-    dataset = Dataset(config.dataset)
-    check_packed(dataset, config.force)
+    out, dataset = Path(config.out), Dataset(config.dataset)
     held_out = Dataset(config.eval) if config.eval else None
-    if held_out is not None and not config.force:
-        check_same_tokenizer(dataset, held_out)
-    if world.is_main:
-        _claim(out, config)
-    lm, cost, notes = _model(config, world, [dataset, held_out] if held_out is not None else [dataset])
-    parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
-    optimizer = build_optimizer(lm.model, config)
-    torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
+    check_datasets(dataset, held_out, config.force)
     checkpoints = Checkpoints(out / "checkpoints", config.keep, world, lambda line: print(line, file=sys.stderr))
     path = checkpoints.latest() if config.resume else None
     facts = _facts(config, checkpoints, path) if path else {}
-    loader = _loader(config, world, dataset, cost, facts)
-    num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
-    if path:
+    loader = _loader(config, world, dataset, facts)  # before the model: settings that do not fit are said at once
+    if facts:
         loader.load_state_dict(facts["loader"])
+    num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
+    resumed = _resumed(config, num_steps, facts)
+    if world.is_main:
+        _claim(out, config)
+    lm, cost, notes = _model(config, world, [dataset, held_out] if held_out is not None else [dataset])
+    loader.window = cost.window
+    parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
+    optimizer = build_optimizer(lm.model, config)
+    torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
+    if path:
         checkpoints.load(path, lm.model, optimizer)
     metrics = Metrics(config, out, num_steps, facts.get("step", 0), world.is_main)
     if config.warmup_steps >= num_steps:
         notes.append(f"--warmup-steps {config.warmup_steps}: the run ends with step {num_steps}, before it decays")
-    for note in [*notes, *_order_notes(loader)]:
+    for note in [*notes, *_order_notes(loader), *resumed]:
         metrics.say(note)
     return Run(
         config=config,
@@ -172,7 +172,7 @@ def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[
     )
     notes = list(loaded.notes)
     for dataset in datasets:
-        notes += check_dataset(dataset, loaded.report, loaded.model, config)
+        notes += check_fit(dataset, loaded.report, config)
     freeze(loaded.model, config.freeze)
     torch.manual_seed(config.seed)
     model = add_adapters(loaded.model, config)
@@ -192,7 +192,28 @@ def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[
     return lm, cost_of(model), list(dict.fromkeys(notes))
 
 
-def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost, facts: dict[str, Any]) -> PackLoader:
+def _resumed(config: TrainConfig, num_steps: int, facts: dict[str, Any]) -> list[str]:
+    """Say where a run that was asked to resume goes on.
+
+    Raises:
+        PackError: It is behind the last step asked for: the model would be one of more steps than that.
+    """
+    if not config.resume:
+        return []
+    if not facts:
+        return [f"--resume: there is no checkpoint in {config.out}, so training starts from the first step"]
+    taken = facts["step"]
+    if taken > num_steps:
+        raise PackError(
+            f"{config.out}: has taken {counted(taken, 'step')} already, this run asks for {num_steps:,}; nothing is "
+            "left to do. Ask for more steps, or start again with another --out."
+        )
+    if taken == num_steps:
+        return [f"--resume: all {counted(taken, 'step')} are taken already; nothing is left to train"]
+    return [f"--resume: goes on after step {taken:,} of {num_steps:,}"]
+
+
+def _loader(config: TrainConfig, world: World, dataset: Dataset, facts: dict[str, Any]) -> PackLoader:
     # the default depends on the number of processes; a run that is resumed on others keeps its steps
     kept = facts["loader"]["packs_per_step"] if facts else None
     return PackLoader(
@@ -211,7 +232,6 @@ def _loader(config: TrainConfig, world: World, dataset: Dataset, cost: Cost, fac
         device=world.device,
         static_shapes=config.compile,
         weighting=config.loss_weighting,
-        window=cost.window,
     )
 
 

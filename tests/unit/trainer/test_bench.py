@@ -207,3 +207,17 @@ def test_the_command_line_names_what_there_is():
 def test_settings_that_do_not_fit_are_named(corpus, model_config, settings, message):
     with pytest.raises(PackError, match=message.replace("(", r"\(")):
         bench(corpus[1], model_config(), **settings)
+
+
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer"])
+def test_a_path_that_leads_nowhere_is_said_before_a_tokenizer_is_asked_for(tmp_path, tokenizer):
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(PackError, match=rf"{nowhere}: no such file or directory; expected .*\. Check the path\."):
+        run_bench(BenchConfig(data=str(nowhere), tokenizer=tokenizer, device="cpu"))
+
+
+def test_an_unfinished_dataset_is_not_taken_for_text(corpus, model_config):
+    dataset = corpus[1]
+    (dataset.path / "manifest.json").unlink()
+    with pytest.raises(PackError, match=r"holds an unfinished build.*Finish it with pack build"):
+        bench(dataset, model_config())

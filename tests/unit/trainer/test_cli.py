@@ -40,10 +40,21 @@ def test_lists_are_parsed(monkeypatch):
     assert caught[0].freeze == ("a*", "b*")
 
 
-@pytest.mark.parametrize("mix", ["web=0.7,web=0.3", "web=nan,code=1", "web=inf"])
-def test_a_mix_that_gives_no_shares_is_refused(mix):
+@pytest.mark.parametrize("mix", ["web=0.7,web=0.3", "web=nan,code=1", "web=inf", "web=0", "web=0,code=1", "web=-1"])
+def test_a_mix_that_gives_no_shares_is_refused_before_anything_is_opened(mix):
     result = CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o", "--mix", mix])
-    assert result.stderr == f"Error: --mix: {mix}; expected each source once, with a finite weight.\n"
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: --mix: {mix}; expected each source once, with a finite weight above 0. "
+        "To leave a source out, do not name it.\n"
+    )
+
+
+@pytest.mark.parametrize("mix", [",,", "web=1,", "web", "web="])
+def test_a_mix_with_a_part_that_is_no_weight_is_refused(mix):
+    result = CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o", "--mix", mix])
+    assert result.exit_code == 1
+    assert "; expected NAME=WEIGHT, such as web=0.7,code=0.3." in result.stderr
 
 
 def test_a_safe_model_is_accepted_and_an_unsafe_one_refused(model_config):

@@ -221,8 +221,34 @@ def test_a_resumed_run_keeps_its_packs_per_step_and_says_what_it_leaves_out(run,
     assert "an epoch is" in capsys.readouterr().err
 
 
-def test_resuming_an_empty_run_directory_starts(run):
+def test_resuming_an_empty_run_directory_starts_and_says_so(run, capsys, tmp_path):
     assert run("new", resume=True)[0].steps == 4
+    assert f"--resume: there is no checkpoint in {tmp_path / 'new'}, so training starts" in capsys.readouterr().err
+
+
+def test_a_resumed_run_says_where_it_goes_on(run, capsys):
+    run(steps=2)
+    run(resume=True)
+    assert "--resume: goes on after step 2 of 4\n" in capsys.readouterr().err
+    run(resume=True)
+    assert "--resume: all 4 steps are taken already; nothing is left to train\n" in capsys.readouterr().err
+
+
+def test_resuming_behind_the_last_step_asked_for_is_refused_and_changes_nothing(run, tmp_path):
+    run()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(PackError, match=r"run: has taken 4 steps already, this run asks for 3; nothing is left to do"):
+        run(resume=True, steps=3)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert len(before) > 5
+
+
+@pytest.mark.parametrize("fields", [{"mix": (("books", 1.0),)}, {"tokens_per_batch": 40}, {"packs_per_step": 10**6}])
+def test_settings_that_do_not_fit_a_dataset_are_refused_before_a_model_is_loaded(run, monkeypatch, tmp_path, fields):
+    monkeypatch.setattr("trainer.run.load_model", lambda *args, **kwargs: pytest.fail("the model was loaded"))
+    with pytest.raises(PackError, match="--" + next(iter(fields)).replace("_", "-")):
+        run(**fields)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):

@@ -1,15 +1,13 @@
-"""What a run writes: lines of metrics, a live line, and nothing from other processes."""
+"""What a run writes: lines of metrics, progress for a person, and nothing from other processes."""
 
 import json
-
-import pytest
 
 from trainer.config import TrainConfig
 from trainer.metrics import Cost, Metrics
 
 LINE = {
     "step": 3, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.0, "data_wait": 0.005,
-    "memory_gib": 2.0, "mfu": 0.51,
+    "memory_gib": 2.0, "mfu": 0.51, "step_s": 20.0,
 }  # fmt: skip
 
 
@@ -22,7 +20,7 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_start_and_drops_the_rest(tmp_pa
     file.write_text(
         "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "lo'
     )
-    metrics = Metrics(config(), tmp_path, 9, 3, is_main=True)
+    metrics = Metrics(config(progress=False), tmp_path, 9, 3, is_main=True)
     metrics.write({"step": 4, "loss": 2.0})
     metrics.close()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -38,18 +36,40 @@ def test_other_processes_write_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("progress", [True, False, None])
-def test_the_live_line_is_on_stderr_and_only_when_asked_or_on_a_terminal(tmp_path, capsys, progress):
-    metrics = Metrics(config(progress=progress), tmp_path, 9, 0, is_main=True)
+def test_a_log_gets_a_line_for_each_line_of_metrics_and_its_evaluations(tmp_path, capsys):
+    metrics = Metrics(config(), tmp_path, 2000, 0, is_main=True)
+    metrics.write(LINE | {"step": 1990})
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (  # at once, not when the run ends; ten steps of 20 s are left
+        "step 1,990/2,000  0:03:20 left  loss 1.2500  lr 1.00e-03  grad 0.500  1,234 tok/s  MFU 51.0%  wait 0.5%  "
+        "2.0 GiB\n"
+    )
+    metrics.write({"step": 1990, "eval_loss": 1.5, "eval_perplexity": 4.48, "eval_targets": 9})
+    assert capsys.readouterr().err == "step 1,990/2,000  held-out loss 1.5000\n"
+    metrics.close()
+
+
+def test_a_terminal_gets_a_live_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    metrics = Metrics(config(), tmp_path, 9, 0, is_main=True)
     metrics.write(LINE)
     metrics.close()
     out, err = capsys.readouterr()
     assert out == ""
-    assert bool(err) == (progress is True)
-    if progress:
-        shown = " ".join(err.split())
-        assert "step 3/9" in shown
-        assert "loss 1.2500" in shown
+    assert "step 3/9" in err
+    assert "loss 1.2500" in err
+    assert "\x1b[" in err
+
+
+def test_without_progress_there_are_only_the_notes(tmp_path, capsys):
+    metrics = Metrics(config(progress=False), tmp_path, 9, 0, is_main=True)
+    metrics.write(LINE)
+    metrics.write({"step": 3, "eval_loss": 1.5})
+    metrics.say("a note")
+    metrics.close()
+    assert capsys.readouterr() == ("", "a note\n")
 
 
 def test_flops_of_a_step_by_hand():
