@@ -15,7 +15,7 @@ from pipeline.config import RecordOptions
 from pipeline.messages import Conversation, Message
 from pipeline.origin import PARTS, Origin, think_block
 from pipeline.template import ChatTemplate
-from shards.errors import PackError, SourceError
+from shards.errors import SourceError
 
 Range = tuple[int, int]
 

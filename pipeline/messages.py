@@ -5,6 +5,7 @@ JSON text or objects, the older `function_call`, reasoning under any of its name
 Everything else is refused by name: a field that is guessed wrong trains on the wrong text.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,8 @@ def chat_conversation(record: dict[str, Any], options: RecordOptions) -> Convers
         SourceError: A field is missing or has a form that is not understood.
     """
     raw = lookup(record, options.messages_field)
-    if raw is None:
-        others = [name for name in ("messages", "conversations", "conversation") if name in record]
-        hint = f"Use --messages-field {others[0]}." if others else "Name the field with --messages-field."
-        what = f"no field {options.messages_field!r}, only {_names(record)}"
-        raise SourceError(f"{what}; expected a list of messages. {hint}")
+    if raw is None and options.messages_field not in record:
+        raise _absent(options.messages_field, record, "a list of messages", "--messages-field")
     return _conversation(raw, options.messages_field, lookup(record, options.tools_field))
 
 
@@ -63,17 +61,31 @@ def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, st
         SourceError: A field is missing or has a form that is not understood.
     """
     prompt, completion = lookup(record, options.prompt_field), lookup(record, options.completion_field)
-    fields = ("prompt", options.prompt_field, prompt), ("completion", options.completion_field, completion)
+    fields = (
+        ("--prompt-field", options.prompt_field, prompt),
+        ("--completion-field", options.completion_field, completion),
+    )
     for flag, name, value in fields:
+        if value is None and name not in record:
+            raise _absent(name, record, "text or a list of messages", flag)
         if not isinstance(value, str | list):
-            what = f"no field {name!r}, only {_names(record)}" if value is None else f"field {name!r} is {_form(value)}"
-            raise SourceError(f"{what}; expected text or a list of messages. Name the field with --{flag}-field.")
+            raise SourceError(
+                f"field {name!r} is {_form(value)}; expected text or a list of messages. Mend it, or use {flag}."
+            )
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt, completion
     head = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     tail = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     both = _conversation([*head, *tail], options.prompt_field, lookup(record, options.tools_field))
     return Conversation(both.messages, both.train, both.tools, completion_from=len(head))
+
+
+def usual_flags(names: Collection[str]) -> str:
+    """Return the flags that read records of these fields, where they have their usual names; empty otherwise."""
+    for name in ("messages", "conversations", "conversation"):
+        if name in names:
+            return f"--messages-field {name}"
+    return "--prompt-field prompt --completion-field completion" if {"prompt", "completion"} <= {*names} else ""
 
 
 def lookup(record: dict[str, Any], path: str) -> Any:
@@ -84,6 +96,11 @@ def lookup(record: dict[str, Any], path: str) -> Any:
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def _absent(name: str, record: dict[str, Any], expected: str, flag: str) -> SourceError:
+    remedy = f"Use {flags}." if (flags := usual_flags(record)) else f"Name the field with {flag}."
+    return SourceError(f"no field {name!r}, only {_names(record)}; expected {expected}. {remedy}")
 
 
 def _conversation(raw: Any, field: str, tools: Any) -> Conversation:

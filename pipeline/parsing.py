@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from pipeline.config import RecordOptions
+from pipeline.messages import usual_flags
 from pipeline.streams import FAULT
 
 KINDS = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", bytes: "bytes, not UTF-8 text"}
@@ -107,7 +108,8 @@ def text_of(record: dict[str, Any], path: str) -> str:
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
             present = f"only {', '.join(map(repr, list(record)[:20]))}" if record else "and no other either"
-            raise BadRecord(f"no field {path!r}, {present}; expected the text there (see --text-field)")
+            flags = usual_flags(record) or "--text-field"
+            raise BadRecord(f"no field {path!r}, {present}; expected the text there (see {flags})")
         value = value[key]
     return _text(value, path)
 

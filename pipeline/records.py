@@ -19,6 +19,7 @@ import orjson
 import xxhash
 
 from pipeline.corpus_files import changed, is_url, open_source, reaching
+from pipeline.messages import usual_flags
 from pipeline.parsing import BadRecord, Form, excerpt, json_form, text_form, value_form
 from pipeline.saved import arrow_batches, reading_as
 from pipeline.sources import Slice, Source, SourceFile
@@ -324,9 +325,10 @@ def _top(schema: Any, name: str, text_field: str) -> str:
     for column in (text_field, text_field.split(".")[0]):
         if column in schema.names:
             return column
+    flags = usual_flags(schema.names) or "--text-field"
     raise SourceError(
         f"{name}: no column {text_field!r}, only {', '.join(map(repr, schema.names[:20]))}; expected the text there. "
-        "Name the column with --text-field."
+        f"See {flags}."
     )
 
 

@@ -446,6 +446,9 @@ def test_a_turn_that_the_template_rewrites_has_no_end_of_its_own(encoder):
     ("record", "message"),
     [
         ({"conversations": []}, "no field 'messages', only 'conversations'.*--messages-field conversations"),
+        ({"prompt": "a", "completion": "b"}, "no field 'messages'.*Use --prompt-field prompt --completion-field"),
+        ({"text": "a"}, "no field 'messages', only 'text'.*Name the field with --messages-field"),
+        ({"messages": None}, "field 'messages' is NoneType None; expected a list of messages"),
         ({"messages": "Hi"}, "field 'messages' is str 'Hi'; expected a list of messages"),
         ({"messages": ["Hi"]}, "message 0: str 'Hi'; expected an object"),
         ({"messages": [{"content": "Hi"}]}, "message 0: no role, only 'content'"),

@@ -187,6 +187,8 @@ class TestInstruction:
         ("record", "message"),
         [
             ({"prompt": "a", "answer": "b"}, "no field 'completion', only 'prompt', 'answer'.*--completion-field"),
+            ({"messages": []}, "no field 'prompt', only 'messages'.*Use --messages-field messages"),
+            ({"prompt": "a", "completion": None}, "field 'completion' is NoneType None; expected text"),
             ({"prompt": 3, "completion": "b"}, "field 'prompt' is int 3; expected text or a list of messages"),
         ],
     )

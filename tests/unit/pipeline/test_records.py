@@ -187,6 +187,16 @@ def test_a_missing_nested_field_is_named(tmp_path):
         read(content, tmp_path, RecordOptions(text_field="meta.body"), on_error="fail")
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_records_of_another_kind_name_the_flags_that_read_them(tmp_path, form):
+    content = b'{"conversations": [{"from": "human", "value": "a"}]}'
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist([json.loads(content)]), tmp_path / "a.parquet")
+        content = (tmp_path / "a.parquet").read_bytes()
+    with pytest.raises(SourceError, match=r"only 'conversations'; expected the text there.*--messages-field conv"):
+        read(content, tmp_path, RecordOptions(), on_error="fail", name=f"a.{form}")
+
+
 def test_columns_may_come_and_go_between_records(tmp_path):
     lines = [{"text": "a"}, {"text": "b", "meta": None}, {"meta": 1, "text": "c"}, {"txt": "d"}]
     content = "\n".join(map(json.dumps, lines)).encode()
