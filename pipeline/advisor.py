@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.comparisons import Rows, bucketed
 from pipeline.config import RecordOptions
 from pipeline.cutting import cut
 from pipeline.documents import make_documents
@@ -24,7 +25,6 @@ from pipeline.streams import stream_parts
 from pipeline.tokenizing import Encoder
 from pipeline.wording import percent
 from shards.errors import PackError, counted
-from shards.schema import PAD_MULTIPLE
 
 SEQ_LENS = tuple(1 << k for k in range(10, 18))
 CHUNK_BYTES = 256 << 10
@@ -236,11 +236,9 @@ def _outcome(sample: Sample, seq_len: int, packer: str, shape: ModelShape) -> np
     policy = POLICIES.get(sample.source.options.overlong_policy, sample.source.options.overlong_policy)
     segments = cut(lengths, seq_len, "wrapped" if packer == "wrapped" else policy)
     bins = PACKERS["next-fit" if packer == "wrapped" else packer](segments.length, seq_len)
-    rows = segments.length.astype(np.int64)
-    if packer == "bucketed":
-        rows = np.minimum(-(-rows // PAD_MULTIPLE) * PAD_MULTIPLE, seq_len)
-    values, counts = np.unique(rows, return_counts=True)
-    flops = shape.flops(values.astype(np.float64), counts.astype(np.float64))
+    values, counts = np.unique(segments.length, return_counts=True)
+    rows = Rows(values.astype(np.float64), counts.astype(np.float64))
+    flops = shape.flops(*(bucketed(rows, seq_len) if packer == "bucketed" else rows))
     split = int((np.bincount(segments.document) > 1).sum()) if packer == "wrapped" else int((lengths > seq_len).sum())
     kept = int(segments.length.sum(dtype=np.int64))
     return np.array([bins.num_bins, kept, lengths.sum(), flops, len(lengths), split], np.float64) * sample.scale

@@ -8,7 +8,7 @@ import orjson
 from pipeline.html import COLOURS, Page, Plot, Section, Table, bars, label, lines, mark, plot, steps
 from pipeline.show import Pack, segment_title
 from pipeline.show import title as pack_title
-from pipeline.terminal import tables, zip_headlines
+from pipeline.terminal import side_by_side, tables
 from pipeline.wording import percent, size
 from shards.errors import counted
 
@@ -86,10 +86,12 @@ def _counted(number: int, noun: str, more: str = "") -> dict[str, str]:
 def comparison_page(reports: list[Report]) -> Page:
     """Return the page of several datasets side by side, one colour a dataset."""
     names = [report["path"] for report in reports]
-    rows = [[label, "≠" if len(set(values)) > 1 else "", *values] for label, *values in zip_headlines(reports)]
     warned = [f"{report['path']}: {text}" for report in reports for text in report["warnings"]]
     plots = [_overlaid("Document lengths", reports), _overlaid_fill(reports)]
-    sections = [Section("Distributions", plots=plots), Section("Figures", tables=[Table(["", "", *names], rows)])]
+    sections = [
+        Section("Distributions", plots=plots),
+        Section("Figures", tables=[Table(["", "", *names], list(side_by_side(reports)))]),
+    ]
     return Page(f"{len(reports)} datasets", ", ".join(names), [], warned, sections)
 
 

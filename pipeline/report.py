@@ -186,7 +186,7 @@ def cost(index: Index, *, padded: bool) -> Report:
         padded: Whether rows get padded: steps then hold rectangles of one padded length, not packs.
     """
     pairs = index.attention_pairs
-    octaves = np.bincount(np.frexp(pairs)[1] - 1) if len(pairs) else np.zeros(0, int)
+    octaves = np.bincount(np.frexp(pairs)[1] - 1)
     return {
         "attention_pairs": int(pairs.sum()),
         "octaves": [[2 ** int(k), int(octaves[k])] for k in np.flatnonzero(octaves)],

@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median_high
 from typing import Any, NamedTuple
 
 from pipeline.html import COLOURS, Page, Plot, Section, Table, lines, plot
 from pipeline.wording import number, percent
-from shards.errors import PackError
+from shards.errors import PackError, counted
 
 METRICS = "metrics.jsonl"
 MAX_POINTS = 2000  # more than a screen can tell apart
@@ -27,6 +29,18 @@ AXES = {
     **{name: {"tickformat": ".1%", "rangemode": "tozero"} for name in ("mfu", "data_wait")},
     **{name: {"rangemode": "tozero"} for name in ("tokens_per_s", "memory_gib")},
     "lr": {"exponentformat": "e"},
+}
+# of the table: the figure of a summary, and how it is written
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "run": ("path", str),
+    "steps": ("steps", number),
+    "first loss": ("first_loss", "{:.4f}".format),
+    "last loss": ("last_loss", "{:.4f}".format),
+    "best eval": ("lowest_eval_loss", "{:.4f}".format),
+    "tokens/s": ("tokens_per_s", "{:,.0f}".format),
+    "MFU": ("mfu", percent),
+    "data wait": ("data_wait", percent),
+    "memory": ("memory_gib", "{:.1f} GiB".format),
 }
 
 
@@ -71,49 +85,39 @@ def read_run(path: str) -> Run:
 
 def curve(run: Run, name: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of one figure, finite values only, thinned to what a screen shows, the last kept."""
-    points = [
-        (r["step"], r[name]) for r in run.lines if isinstance(r.get(name), int | float) and math.isfinite(r[name])
-    ]
+    points = [(step, float(value)) for step, value in figures(run, name) if math.isfinite(value)]
     stride = math.ceil(len(points) / MAX_POINTS) or 1
     thinned = points[(len(points) - 1) % stride :: stride] if points else []
-    return [step for step, _ in thinned], [float(value) for _, value in thinned]
+    return [step for step, _ in thinned], [value for _, value in thinned]
+
+
+def figures(run: Run, name: str) -> list[tuple[int, float]]:
+    """Return step and value of every record that has this figure."""
+    return [(record["step"], record[name]) for record in run.lines if isinstance(record.get(name), int | float)]
 
 
 def summary(run: Run) -> dict[str, Any]:
     """Return the figures of a run that one compares: last and lowest loss, and medians of the rest."""
-    values = {name: sorted(v for r in run.lines if isinstance(v := r.get(name), int | float)) for name, _, _ in CURVES}
-    losses = [r["loss"] for r in run.lines if isinstance(r.get("loss"), int | float)]
-    evaluations = [r["eval_loss"] for r in run.lines if isinstance(r.get("eval_loss"), int | float)]
-    medians = {
-        name: values[name][len(values[name]) // 2] if values[name] else None
-        for name in ("tokens_per_s", "mfu", "data_wait")
-    }
+    values = {name: [value for _, value in figures(run, name)] for name, _, _ in CURVES}
+    losses, medians = values["loss"], ("tokens_per_s", "mfu", "data_wait")
     return {
         "path": run.path,
         "steps": run.lines[-1]["step"],
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
-        "lowest_eval_loss": min(evaluations, default=None),
-        **medians,
-        "memory_gib": values["memory_gib"][-1] if values["memory_gib"] else None,
+        "lowest_eval_loss": min(values["eval_loss"], default=None),
+        **{name: median_high(values[name]) if values[name] else None for name in medians},
+        "memory_gib": max(values["memory_gib"], default=None),
     }
 
 
 def table(runs: list[Run]) -> Table:
     """Return the runs side by side."""
-    rows = []
-    for entry in map(summary, runs):
-        shares = [percent(entry[name]) if entry[name] is not None else "–" for name in ("mfu", "data_wait")]
-        losses = [
-            f"{value:.4f}" if value is not None else "–"
-            for value in (entry["first_loss"], entry["last_loss"], entry["lowest_eval_loss"])
-        ]
-        speed = "–" if entry["tokens_per_s"] is None else f"{entry['tokens_per_s']:,.0f}"
-        memory = "–" if entry["memory_gib"] is None else f"{entry['memory_gib']:.1f} GiB"
-        rows.append([entry["path"], number(entry["steps"]), *losses, speed, *shares, memory])
-    return Table(
-        ["run", "steps", "first loss", "last loss", "best eval", "tokens/s", "MFU", "data wait", "memory"], rows
-    )
+    rows = [
+        ["–" if entry[name] is None else write(entry[name]) for name, write in COLUMNS.values()]
+        for entry in map(summary, runs)
+    ]
+    return Table(list(COLUMNS), rows)
 
 
 def runs_page(runs: list[Run]) -> Page:
@@ -138,5 +142,5 @@ def runs_page(runs: list[Run]) -> Page:
         [{"value": f"{first['last_loss']:.4f}", "label": "last loss"}] if len(runs) == 1 and first["last_loss"] else []
     )
     title = runs[0].path if len(runs) == 1 else f"{len(runs)} training runs"
-    subtitle = f"{number(first['steps'])} steps" if len(runs) == 1 else ", ".join(run.path for run in runs)
+    subtitle = f"{counted(first['steps'], 'step')}" if len(runs) == 1 else ", ".join(run.path for run in runs)
     return Page(title, subtitle, cards, [], [Section("Curves", plots=plots), Section("Summary", tables=[table(runs)])])

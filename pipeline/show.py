@@ -5,7 +5,7 @@ both print. Decoding uses the tokenizer files inside the dataset: it needs no ne
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from pipeline.wording import percent
 from shards.errors import PackError, counted
+from shards.plan import Plan
 from shards.reader import Dataset
 
 WINDOW_SHIFT = 32  # a doc_id is window number * 2^32 + the record's index in the window
@@ -77,12 +78,12 @@ def describe(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None
         raise PackError(f"{dataset.path}: no pack {row}; it has {len(dataset):,}, counted from 0.")
     pack, (shard, local) = dataset[row], dataset.shard_of(row)
     bounds = pack["cu_seqlens"].tolist()
-    sidecar = _sidecar(dataset, shard["window"])
+    plan, sidecar = dataset.plan, _sidecar(dataset, shard["window"])
     parts = parts_of(dataset, shard["window"], set(pack["doc_ids"].tolist()))
     segments = [
         {
             "document": int(document),
-            "record": record_of(dataset, shard, sidecar, int(document)),
+            "record": record_of(plan, shard, sidecar, int(document)),
             "start": start,
             "tokens": stop - start,
             "document_offset": int(offset),
@@ -123,14 +124,14 @@ def _sidecar(dataset: Dataset, window: int) -> dict[str, Any]:
     return dict(json.loads(file.read_bytes())) if file.exists() else {"spans": []}
 
 
-def record_of(dataset: Dataset, shard: dict[str, Any], sidecar: dict[str, Any], document: int) -> str:
+def record_of(plan: Plan, shard: dict[str, Any], sidecar: dict[str, Any], document: int) -> str:
     """Return where a document came from: file, and its place among the records of its slice."""
     index = document & ((1 << WINDOW_SHIFT) - 1)
-    files = next(source["files"] for source in dataset.plan["sources"] if source["name"] == shard["source"])
+    files = next(source["files"] for source in plan["sources"] if source["name"] == shard["source"])
     for number, start, stop, first, count in sidecar["spans"]:
         if first <= index < first + count:
             file = files[number]
-            if shard["window"] < len(dataset.plan["windows"]):
+            if shard["window"] < len(plan["windows"]):
                 unit = {"parquet": "row groups", "arrow": "rows"}.get(file["format"], "bytes")
             else:  # cut while it was read
                 unit = "lines" if file["format"] == "jsonl" else "records"
@@ -141,17 +142,14 @@ def record_of(dataset: Dataset, shard: dict[str, Any], sidecar: dict[str, Any], 
 def parts_of(dataset: Dataset, window: int, documents: set[int]) -> dict[int, list[tuple[int, int, int]]]:
     """Return, for each of some documents of one window, its segments as (first token, tokens, pack), in order."""
     parts: dict[int, list[tuple[int, int, int]]] = {document: [] for document in documents}
-    first = 0
-    for shard in dataset.manifest["shards"]:
-        for row in range(first, first + shard["rows"] if shard["window"] == window else first):
-            pack = dataset[row]
-            lengths = np.diff(pack["cu_seqlens"])
-            for document, offset, tokens in zip(
-                pack["doc_ids"].tolist(), pack["doc_offsets"].tolist(), lengths.tolist(), strict=True
-            ):
-                if document in parts:
-                    parts[document].append((offset, tokens, row))
-        first += shard["rows"]
+    shards = dataset.manifest["shards"]  # one a window, in order
+    first = sum(shard["rows"] for shard in shards[:window])
+    for row in range(first, first + shards[window]["rows"]) if window < len(shards) else ():
+        pack = dataset[row]
+        columns = (pack["doc_ids"], pack["doc_offsets"], np.diff(pack["cu_seqlens"]))
+        for document, offset, tokens in zip(*(column.tolist() for column in columns), strict=True):
+            if document in parts:
+                parts[document].append((offset, tokens, row))
     return {document: sorted(found) for document, found in parts.items()}
 
 
@@ -303,11 +301,13 @@ def show_packs(
         if as_json:
             yield json.dumps(pack)
             continue
-        with console.capture() as capture:
-            for line in pack_view(pack, colour=colour):
-                console.print(line, soft_wrap=True)
-        yield capture.get()
+        yield _printed(console, pack_view(pack, colour=colour))
     if not as_json:
-        with console.capture() as capture:
-            console.print(legend(colour=colour))
-        yield capture.get().rstrip("\n")
+        yield _printed(console, [legend(colour=colour)]).rstrip("\n")
+
+
+def _printed(console: Console, lines: Iterable[Text]) -> str:
+    with console.capture() as capture:
+        for line in lines:
+            console.print(line, soft_wrap=True)
+    return capture.get()

@@ -85,20 +85,17 @@ def comparison_view(reports: list[Report]) -> Group:
     paths = [report["path"] for report in reports]
     short = [os.path.basename(path.rstrip("/")) for path in paths]
     names = short if len(set(short)) == len(short) else paths  # whole paths leave little room for figures
-    rows = []
-    for label, *values in zip_headlines(reports):
-        differs = "≠" if len(set(values)) > 1 else ""
-        rows.append([label, differs, *values])
     warned = [Text(f"! {report['path']}: {text}", style="yellow") for report in reports for text in report["warnings"]]
-    return Group(grid(["", "", *names], rows), *warned)
+    return Group(grid(["", "", *names], list(side_by_side(reports))), *warned)
 
 
-def zip_headlines(reports: list[Report]) -> Iterator[list[str]]:
-    """Yield a label and one value per report, for every line that any of them has."""
+def side_by_side(reports: list[Report]) -> Iterator[list[str]]:
+    """Yield a label, a mark where reports differ, and one value per report, for every line that any of them has."""
     columns = [dict(comparable(report)) for report in reports]
     labels = list(dict.fromkeys(label for column in columns for label in column))
     for label in labels:
-        yield [label, *[column.get(label, "–") for column in columns]]
+        values = [column.get(label, "–") for column in columns]
+        yield [label, "≠" if len(set(values)) > 1 else "", *values]
 
 
 def comparable(report: Report) -> Iterator[tuple[str, str]]:
@@ -110,13 +107,8 @@ def comparable(report: Report) -> Iterator[tuple[str, str]]:
     yield "tokenizer", f"{recipe['tokenizer']['digest'][:12]}, {recipe['tokenizer']['vocab_size']:,} entries"
     for source in recipe["sources"]:
         yield f"source {source['name']}", f"{counted(source['files'], 'file')}, {size(source['bytes'])}"
-        chosen = {
-            key: value
-            for key, value in source["records"].items()
-            if value not in (None, False) and key != "chat_template"
-        }
         for key in ("kind", "train_on", "overlong"):
-            yield f"source {source['name']}: {key}", str(chosen.get(key, "–"))
+            yield f"source {source['name']}: {key}", source["records"].get(key) or "–"
     yield from ((label, value) for label, value in headline(report) if label not in ("dataset", "recipe"))
     for percentile in LENGTHS:
         yield f"document length {percentile}", number(report["lengths"]["documents"].get(percentile))
