@@ -29,7 +29,7 @@ from pipeline.survey import Survey, Tally, all_sidecars, check_totals, take_surv
 from pipeline.tokenizer_spec import load_spec
 from pipeline.tokenizing import REFERENCE
 from pipeline.window import Job, Task
-from shards.errors import FormatError, PackError
+from shards.errors import FormatError, PackError, counted
 from shards.manifest import Record, commit, read_sidecar
 from shards.plan import Plan, differences, parse_plan, plan_id
 from shards.publish import Store, canonical, unseal
@@ -126,14 +126,16 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
     there = store.sizes("shards")
     missing = sum(f"{number:08d}.json" not in there for number in range(num_windows))
     if missing and config.windows and not config.finalize:
-        progress.say(f"{config.out}: {missing} of {num_windows} windows are still to come; the last part commits")
+        progress.say(
+            f"{config.out}: {missing:,} of {counted(num_windows, 'window')} still to come; the last part commits"
+        )
         return {"plan_id": job.plan_id, "unfinished": missing}
     check_unchanged(job.sources)
     survey = take_survey(store, num_windows, config.max_rejected)
     if survey.lied and survey.suspects:
         progress.say(
             "the fast tokenizer engine gave other ids than the reference somewhere; "
-            f"building its {len(survey.suspects)} windows again with {REFERENCE}"
+            f"building its {counted(len(survey.suspects), 'window')} again with {REFERENCE}"
         )
         _redo(job, config, survey.suspects, progress)
         survey = take_survey(store, num_windows, config.max_rejected)
@@ -182,7 +184,7 @@ def _prepare(store: Store, config: BuildConfig, job: Job) -> Record | None:
             f"{config.out}: holds something else ({', '.join(strangers[:3])}); expected an empty or absent directory. "
             "Choose another --out."
         )
-    if data is not None and (config.overwrite or _abandoned(store, data, config, job)):
+    if data is not None and (config.overwrite or _abandoned(store, data, config)):
         store.clear()
     elif data is not None:
         _check_same(data, config, job)
@@ -205,9 +207,10 @@ def _prepare(store: Store, config: BuildConfig, job: Job) -> Record | None:
     return None
 
 
-def _abandoned(store: Store, data: bytes, config: BuildConfig, job: Job) -> bool:
-    """Whether all that is there is another plan, of a build that failed before it had written anything."""
-    if config.windows or plan_id(parse_plan(data, f"{config.out}/plan.json")) == job.plan_id:
+def _abandoned(store: Store, data: bytes, config: BuildConfig) -> bool:
+    """Whether all that is there is the plan of a build that failed before it had written anything."""
+    parse_plan(data, f"{config.out}/plan.json")  # or it is no plan, and not ours to remove
+    if config.windows:  # another part of the same build may be about to write
         return False
     return not (store.sizes("shards") or store.sizes("_tmp") or store.size("manifest.json"))
 

@@ -15,7 +15,7 @@ import click
 
 from pipeline.config import OVERLONG, PACKER_NAMES, BuildConfig, RecordOptions
 from pipeline.recipe import kind_of
-from shards.errors import PackError
+from shards.errors import PackError, counted
 
 LAZY = {
     "train": "trainer.cli:train",
@@ -272,8 +272,8 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
     for problem in report.problems if not as_json else ():
         click.echo(problem.message, err=True)
     if not as_json and report.ok:
-        rows = f"{report.shards_checked} shards, {report.packs_checked:,} packs, {report.tokens_checked:,} tokens"
-        seen = "files, sizes and sums" if level == "size" else rows
+        rows = (report.shards_checked, "shard"), (report.packs_checked, "pack"), (report.tokens_checked, "token")
+        seen = "files, sizes and sums" if level == "size" else ", ".join(counted(*each) for each in rows)
         click.echo(f"{dataset}: sound ({level}: {seen} checked){report.against and '; '}{report.against}")
     if not report.ok:
         raise SystemExit(1)

@@ -7,6 +7,7 @@ finding the hub's needs `datasets`; workers map the files themselves.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from shlex import quote
 from typing import Any
 
 import orjson
@@ -29,7 +30,8 @@ def saved_files(path: str) -> list[str] | None:
     if os.path.isfile(splits):
         names = orjson.loads(_read(splits)).get("splits", [])
         if len(names) != 1:
-            raise SourceError(f"{path}: holds the splits {', '.join(names)}; expected one. Give {path}/SPLIT.")
+            one = quote(os.path.join(path, *names[:1]))
+            raise SourceError(f"{path}: holds the splits {', '.join(names)}; expected one. Name it, such as {one}.")
         return saved_files(os.path.join(path, names[0]))
     state = os.path.join(path, "state.json")
     if not os.path.isfile(state) or not os.path.isfile(os.path.join(path, "dataset_info.json")):

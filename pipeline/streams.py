@@ -18,7 +18,7 @@ import orjson
 from pipeline.corpus_files import open_source, reaching
 from pipeline.saved import arrow_batches, ipc_batches, is_lines, reading_as
 from pipeline.sources import Slice, Source, SourceFile
-from shards.errors import SourceError
+from shards.errors import SourceError, counted
 
 FAULT = ""  # the only key of a line that stands for an unreadable row: the reason, or [reason, row]
 CHUNK_BYTES = 1 << 20
@@ -172,7 +172,7 @@ def _csv_rows(file: SourceFile, chunks: Iterable[bytes]) -> Iterator[bytes]:
             if len(row) == len(header):
                 yield _dump(dict(zip(header, row, strict=True)))
             elif row:
-                yield _dump({FAULT: [f"{len(row)} fields where the header has {len(header)}", row]})
+                yield _dump({FAULT: [f"{counted(len(row), 'field')} where the header has {len(header):,}", row]})
     except csv.Error as error:
         kind = file.format.upper()
         raise SourceError(f"{file.name}, line {rows.line_num}: not {kind} ({error}). Mend the file.") from None

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from pipeline.documents import explain_no_targets
 from pipeline.sources import Source
 from pipeline.tokenizing import REFERENCE
-from shards.errors import PackError
+from pipeline.wording import reasons
+from shards.errors import PackError, counted
 from shards.manifest import Record, add_counts, empty_counts, read_sidecar, sidecar_name
 from shards.publish import Store
 
@@ -38,7 +39,7 @@ class Tally:
         """Raise PackError where the share of bad records is above the limit."""
         if self.rejected > self.limit * self.read:
             raise PackError(
-                f"{self.rejected:,} of {self.read:,} records are bad, more than --max-rejected {self.limit:g}"
+                f"{self.rejected:,} bad of {counted(self.read, 'record')}, more than --max-rejected {self.limit:g}"
                 f"{self.example}; the sidecars in shards/ list them. Mend the corpus, or raise the limit and --resume."
             )
 
@@ -98,12 +99,12 @@ def check_totals(totals: Record, sources: list[Source]) -> None:
     if without * 2 > documents["read"] - dropped.get("empty", 0) - dropped.get("rejected", 0):
         causes = {explain_no_targets(source.options) for source in sources}
         raise PackError(
-            f"{without:,} of {documents['read']:,} documents have no target; expected most of them to have one. "
+            f"no target in {without:,} of {counted(documents['read'], 'document')}; expected one in most of them. "
             f"{' '.join(sorted(causes))} (--keep-no-target packs them all the same.)"
         )
     if not documents["packed"]:
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
+        names, why = ", ".join(source.name for source in sources), reasons(dropped)
         raise PackError(
-            f"{', '.join(source.name for source in sources)}: no document to pack ({documents['read']:,} records read"
-            f"{': ' + reasons if reasons else ''}); expected at least one. Check the files and the field names."
+            f"{names}: no document to pack ({counted(documents['read'], 'record')} read{why and ': '}{why}); "
+            "expected at least one. Check the files and the field names."
         )

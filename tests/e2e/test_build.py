@@ -325,10 +325,22 @@ def test_a_bad_record_is_one_line_and_leaves_no_dataset(tmp_path, tokenizer_dir,
     assert verify(tmp_path / "out").ok
 
 
+def test_numbers_and_nouns_agree_and_commands_can_be_pasted(tmp_path, tokenizer_dir):
+    path, out = write_jsonl(tmp_path / "c.jsonl", ["x y z"]), str(tmp_path / "my data")
+    built = run("build", str(path), "--tokenizer", tokenizer_dir, "--seq-len", "64", "--out", out, "--workers", "1")
+    assert f"{out}: 1 document, " in built.stdout
+    assert " in 1 pack of 64" in built.stdout
+    assert f"pack inspect '{out}'" in built.stdout
+    assert "1 shard, 1 pack, " in run("verify", out).stdout
+    write_jsonl(path, [""])
+    with pytest.raises(PackError, match=r"no document to pack \(1 record read: empty 1\)"):
+        build(config(path, tokenizer_dir, tmp_path / "none"))
+
+
 def test_too_many_bad_records_stop_the_build(tmp_path, tokenizer_dir):
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"text": "good"}\n' * 3 + b"{}\n")
-    with pytest.raises(PackError, match=r"1 of 4 records are bad, more than --max-rejected 0\.01"):
+    with pytest.raises(PackError, match=r"1 bad of 4 records, more than --max-rejected 0\.01"):
         build(config(path, tokenizer_dir, tmp_path / "out", on_error="skip"))
 
 
@@ -410,7 +422,10 @@ def test_a_build_that_failed_before_it_wrote_anything_leaves_room_for_the_mended
     path = write_jsonl(tmp_path / "c.jsonl", ["x y z"] * 9)
     flags = ["--tokenizer", tokenizer_dir, "--seq-len", "9", "--out", str(tmp_path / "o"), "--workers", "1"]
     assert run("build", str(path), *flags, "--text-field", "body").exit_code == 1
-    assert run("build", str(path), *flags).exit_code == 0
+    with path.open("a") as file:
+        file.write("{}\n")
+    assert "line 10" in run("build", str(path), *flags).stderr
+    assert run("build", str(path), *flags, "--on-error", "skip", "--max-rejected", "0.2").exit_code == 0
     other = run("build", str(path), *flags, "--seed", "1")
     assert other.exit_code == 1
     assert "another build: seed 0 there, 1 here" in other.stderr

@@ -48,7 +48,7 @@ def test_an_example_that_truncation_leaves_without_targets_is_dropped_and_counte
     assert totals(dataset)["documents"]["dropped"] == {"no_target": 1}
     assert totals(dataset)["targets"] == {"read": 6, "packed": 4, "lost": {"no_target": 2}}
     assert [row["num_targets"] for row in dataset] == [2, 2]
-    with pytest.raises(PackError, match="1 of 1 documents have no target"):
+    with pytest.raises(PackError, match="no target in 1 of 1 document; expected"):
         build_words(documents[:1], 8, "alone", overlong="truncate")
 
 

@@ -1,5 +1,6 @@
 """Every format version stays readable, and the same corpus still gives the same rows."""
 
+import hashlib
 import json
 import runpy
 from pathlib import Path
@@ -34,6 +35,13 @@ def test_the_golden_dataset_is_sound_and_readable():
     assert len(dataset) == len(values) == 8
     for ours, theirs in zip(dataset, values, strict=True):
         assert {name: getattr(value, "tolist", lambda v=value: v)() for name, value in ours.items()} == theirs
+
+
+def test_the_plan_is_canonical_json_known_by_its_hash_and_not_by_a_checksum():
+    plan = (HERE / "v1" / "plan.json").read_bytes()
+    assert plan == json.dumps(json.loads(plan), sort_keys=True, separators=(",", ":")).encode()
+    assert "checksum" not in json.loads(plan)
+    assert Dataset(HERE / "v1").manifest["plan_id"] == hashlib.sha256(plan).hexdigest()
 
 
 def test_todays_build_of_the_same_corpus_gives_the_same_tables(rebuilt):

@@ -455,10 +455,11 @@ def test_a_saved_dataset_with_splits_asks_which(tmp_path):
     import datasets
 
     data = datasets.Dataset.from_dict({"text": TEXTS})
-    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
-    with pytest.raises(SourceError, match=r"holds the splits train, test; expected one\. Give "):
-        resolve_specs([str(tmp_path / "both")], OPTIONS)
-    assert read_all(resolve_specs([str(tmp_path / "both" / "test")], OPTIONS)) == TEXTS
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "my data")
+    expected = r"holds the splits train, test; expected one\. Name it, such as '.*/my data/train'"
+    with pytest.raises(SourceError, match=expected):
+        resolve_specs([str(tmp_path / "my data")], OPTIONS)
+    assert read_all(resolve_specs([str(tmp_path / "my data" / "test")], OPTIONS)) == TEXTS
     datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "one")
     assert read_all(resolve_specs([str(tmp_path / "one")], OPTIONS)) == TEXTS
 
