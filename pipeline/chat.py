@@ -13,7 +13,7 @@ from functools import cached_property
 from pipeline.added_tokens import Control
 from pipeline.config import RecordOptions
 from pipeline.messages import Conversation, Message
-from pipeline.origin import PARTS, Origin, think_block
+from pipeline.origin import PARTS, Origin, find_origin, think_block
 from pipeline.template import ChatTemplate
 from shards.errors import SourceError
 
@@ -102,7 +102,9 @@ class _Turns:
 
     @cached_property
     def origin(self) -> Origin:
-        origin = self.template.origin(self.messages, self.conversation.tools, self.text)
+        template = self.template
+        tools, trust = self.conversation.tools, template.trust
+        origin = find_origin(template.render, self.messages, tools, self.text, template.added, trust=trust)
         if origin.spans is not None:
             self._check_complete(origin)
         return origin
@@ -164,16 +166,16 @@ class _Turns:
     def _answer_start(self, index: int) -> int | None:
         """Return where the template's header of an answer ends."""
         if index == 0:  # templates cannot render a conversation without messages
-            header, first = self.template.answer_header(), self.origin.first(0)
+            header, first = self.template.trial.header, self.origin.first(0)
             at = self.text.find(header, 0, len(self._prefix(1)) if first is None else first)
             return at + len(header) if header and at >= 0 else first
         prompt = ""
-        if self.template.has_prompt():
+        if self.template.trial.has_prompt:
             prompt = self.template.render(self.messages[:index], self.conversation.tools, prompt=True)
             if self.text.startswith(prompt):
                 return len(prompt)
         base = len(self._prefix(index))
-        common = _common(prompt or self._prefix(index) + self.template.answer_header(), self.text)
+        common = _common(prompt or self._prefix(index) + self.template.trial.header, self.text)
         if common < base:
             raise self._rewritten(prompt)
         # What differs after it, the template writes into the prompt of a generation only, such as an open <think>.

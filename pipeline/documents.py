@@ -17,10 +17,11 @@ from pipeline.added_tokens import AddedTokens
 from pipeline.chat import Rendering, render_conversation
 from pipeline.config import RecordOptions
 from pipeline.messages import Conversation, chat_conversation, instruction
-from pipeline.pieces import PieceEncoder, encode_renderings, running_sum
+from pipeline.pieces import PieceEncoder, encode_renderings
 from pipeline.records import RecordBatch
 from pipeline.template import ChatTemplate
-from pipeline.tokenizing import Encoder, TokenizerSpec
+from pipeline.tokenizer_spec import TokenizerSpec
+from pipeline.tokenizing import Encoder, running_sum
 from shards.errors import PackError, SourceError
 
 
@@ -64,35 +65,10 @@ def make_documents(
     """
     check_options(options, encoder.spec)
     if options.kind == "text":
-        return _text_documents(batch, encoder, options)
-    maker = _maker(encoder, options)
-    renderings, indices, rejected = [], [], []
-    empty = 0
-    for record, index in zip(batch.values, batch.indices.tolist(), strict=True):
-        try:
-            rendering = maker.rendering(record)
-        except SourceError as error:
-            if on_error == "fail":
-                raise SourceError(f"record {index}: {error}") from None
-            rejected.append((index, str(error)))
-            continue
-        if rendering is None:
-            empty += 1
-        else:
-            renderings.append(rendering)
-            indices.append(index)
-    tokens = encode_renderings(renderings, _pieces(encoder))
-    everything = all(rendering.targets is None for rendering in renderings)
-    with_turns = options.overlong_policy == "truncate-turns"
-    documents = Documents(
-        tokens.input_ids,
-        None if everything else tokens.loss_mask,
-        tokens.offsets,
-        np.array(indices, np.int64),
-        tokens.turn_ends if with_turns else None,
-        tokens.turn_offsets if with_turns else None,
-        rejected,
-    )
+        documents = _text_documents(batch, encoder, options)
+    else:
+        documents = _rendered_documents(batch, encoder, options, on_error)
+    empty = len(batch.values) - len(documents.indices) - len(documents.rejected)
     return documents, {"empty": empty} if empty else {}
 
 
@@ -131,7 +107,7 @@ def explain_no_targets(options: RecordOptions) -> str:
     return f"No message has a role of --train-on {wanted}, or train and weight fields turn them off. Check the roles."
 
 
-def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, dict[str, int]]:
+def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> Documents:
     spec = encoder.spec
     ids, begins = encoder.encode(batch.values)
     lengths = np.diff(begins)
@@ -142,7 +118,7 @@ def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions
     after = np.where(lasts == suffix[-1], 0, len(suffix)) if suffix else np.zeros(len(lasts), np.int64)
     offsets = running_sum(lengths[kept] + before + after)
     if not before.any() and not after.any():
-        return Documents(ids, None, offsets, batch.indices[kept]), _count_empty(kept)
+        return Documents(ids, None, offsets, batch.indices[kept])
     input_ids = np.empty(offsets[-1], np.int32)
     shift = offsets[:-1] + before - begins[:-1][kept]
     input_ids[np.arange(len(ids)) + np.repeat(shift, lengths[kept])] = ids
@@ -150,12 +126,35 @@ def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions
         input_ids[offsets[:-1][before > 0] + place] = token
     for place, token in enumerate(reversed(suffix)):
         input_ids[offsets[1:][after > 0] - 1 - place] = token
-    return Documents(input_ids, None, offsets, batch.indices[kept]), _count_empty(kept)
+    return Documents(input_ids, None, offsets, batch.indices[kept])
 
 
-def _count_empty(kept: npt.NDArray[np.bool_]) -> dict[str, int]:
-    empty = len(kept) - int(kept.sum())
-    return {"empty": empty} if empty else {}
+def _rendered_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions, on_error: str) -> Documents:
+    maker = _maker(encoder, options)
+    renderings, indices, rejected = [], [], []
+    for record, index in zip(batch.values, batch.indices.tolist(), strict=True):
+        try:
+            rendering = maker.rendering(record)
+        except SourceError as error:
+            if on_error == "fail":
+                raise SourceError(f"record {index}: {error}") from None
+            rejected.append((index, str(error)))
+            continue
+        if rendering is not None:
+            renderings.append(rendering)
+            indices.append(index)
+    tokens = encode_renderings(renderings, _pieces(encoder))
+    everything = all(rendering.targets is None for rendering in renderings)
+    with_turns = options.overlong_policy == "truncate-turns"
+    return Documents(
+        tokens.input_ids,
+        None if everything else tokens.loss_mask,
+        tokens.offsets,
+        np.array(indices, np.int64),
+        tokens.turn_ends if with_turns else None,
+        tokens.turn_offsets if with_turns else None,
+        rejected,
+    )
 
 
 def _text_suffix(spec: TokenizerSpec, options: RecordOptions) -> list[int]:
@@ -200,7 +199,7 @@ class _Maker:
     def template(self) -> ChatTemplate:
         text = _template_text(self.spec, self.options)
         template = ChatTemplate(text, self.spec.special_tokens, self.added, trust=self.trust)
-        self.closing |= template.end_marks()
+        self.closing |= {control.id for control in self.added.find(template.trial.end)[:1]}
         return template
 
     def rendering(self, record: dict[str, Any]) -> Rendering | None:

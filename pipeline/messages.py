@@ -6,7 +6,7 @@ Everything else is refused by name: a field that is guessed wrong trains on the 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -77,7 +77,7 @@ def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, st
     head = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     tail = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     both = _conversation([*head, *tail], options.prompt_field, lookup(record, options.tools_field))
-    return Conversation(both.messages, both.train, both.tools, completion_from=len(head))
+    return replace(both, completion_from=len(head))
 
 
 def usual_flags(names: Collection[str]) -> str:

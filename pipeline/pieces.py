@@ -16,7 +16,7 @@ import orjson
 
 from pipeline.chat import Range, Rendering
 from pipeline.tokenizer_spec import BYTE_TOKEN
-from pipeline.tokenizing import REFERENCE, Encoder
+from pipeline.tokenizing import REFERENCE, Encoder, running_sum
 
 Array = npt.NDArray[Any]
 PLAIN = -1
@@ -80,7 +80,7 @@ class PieceEncoder:
                 at = points if size == len(text) else [len(text[:point].encode()) for point in points]
                 return ends - widths, ends, at
         encoder = self.encoder if begins or self._inner is None else self._inner
-        spans = encoder.encode_with_offsets([text])[2]
+        spans = encoder.encode_with_spans(text)[1]
         return spans[:, 0], spans[:, 1], points
 
 
@@ -94,13 +94,6 @@ def encode_renderings(renderings: list[Rendering], pieces: PieceEncoder) -> Toke
     for rendering in renderings:
         batch.add(rendering)
     return batch.encode(pieces)
-
-
-def running_sum(lengths: Any) -> Array:
-    """Return 0 and the running sums of lengths; int64 (num_lengths + 1,)."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def token_bytes(tokenizer: dict[str, Any]) -> Array | None:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from pipeline.added_tokens import AddedTokens
 from pipeline.messages import Conversation, Message
-from pipeline.origin import Origin, find_origin
 from shards.errors import PackError, SourceError
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -108,20 +107,9 @@ class ChatTemplate:
             self._learn_calls()
         return [self._shaped(message, self._dialect) for message in conversation.messages]
 
-    def answer_header(self) -> str:
-        """Return what the template writes before an answer, as far as a small conversation shows it."""
-        return self._trial.header
-
-    def end_marks(self) -> set[int]:
-        """Return the id of the control token with which the template ends an answer, where it has one."""
-        return {control.id for control in self.added.find(self._trial.end)[:1]}
-
-    def has_prompt(self) -> bool:
-        """Return whether the template writes the header of an answer to come when asked to."""
-        return self._trial.has_prompt
-
     @cached_property
-    def _trial(self) -> Trial:
+    def trial(self) -> Trial:
+        """What the template writes around an answer, as far as the smallest conversation shows it."""
         trial: list[Message] = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "trial answer"}]
         trial = [self._shaped(message, self._dialect) for message in trial]
         before, whole = self._try("hello", trial[:1]), self._try("trial answer", trial)
@@ -133,14 +121,6 @@ class ChatTemplate:
             if longer != before and longer.startswith(before):
                 return Trial(longer[len(before) :], end, prompt != before)
         return Trial("", end, prompt != before)
-
-    def origin(self, messages: list[Message], tools: list[Any] | None, text: str) -> Origin:
-        """Find which characters of `text`, the rendering of `messages`, came from the messages.
-
-        Raises:
-            SourceError: It cannot be told, and a message holds control text.
-        """
-        return find_origin(self.render, messages, tools, text, self.added, trust=self.trust)
 
     def _render(
         self, messages: list[Message], tools: list[Any] | None, prompt: bool, markers: bool

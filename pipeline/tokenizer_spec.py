@@ -93,13 +93,13 @@ def read_files(name_or_dir: str) -> dict[str, bytes]:
         path = path.parent
     if path.is_dir():
         files = {name: (path / name).read_bytes() for name in (*FILES, MODEL) if (path / name).is_file()}
-        return _with_eos(files, name_or_dir) if JSON in files else _convert(name_or_dir)
-    if path.exists() or path.is_absolute() or name_or_dir.startswith((".", "~")) or name_or_dir.count("/") > 1:
+    elif path.exists() or path.is_absolute() or name_or_dir.startswith((".", "~")) or name_or_dir.count("/") > 1:
         raise TokenizerError(
             f"--tokenizer: no directory {name_or_dir!r}; expected one that holds tokenizer.json, or a hub name. "
             "Check the path."
         )
-    files = _download(name_or_dir)
+    else:
+        files = _download(name_or_dir)
     return _with_eos(files, name_or_dir) if JSON in files else _convert(name_or_dir)
 
 
@@ -322,14 +322,14 @@ def _download(name: str) -> dict[str, bytes]:
     return files
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the first line of what a library says, fit for the middle of a sentence."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(" .:") if lines else type(error).__name__
+    line = str(error).strip().partition("\n")[0]
+    return line.rstrip(" .:") or type(error).__name__
 
 
 def _unknown(name: str, error: Exception) -> TokenizerError:
-    reason = _reason(error)
+    reason = reason_of(error)
     return TokenizerError(
         f"--tokenizer: {name!r} is no directory here, and the hub gave no tokenizer of that name ({reason}). "
         "Check the name and the network, or give a directory."
@@ -346,7 +346,7 @@ def _convert(name: str) -> dict[str, bytes]:
         with quiet_hub():
             tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = _reason(error)
+        reason = reason_of(error)
         raise TokenizerError(
             f"--tokenizer: {name!r} holds no tokenizer.json, and transformers cannot convert what it holds ({reason}). "
             "Save the tokenizer with save_pretrained first."

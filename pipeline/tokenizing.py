@@ -19,18 +19,15 @@ import numpy.typing as npt
 
 from pipeline.tokenizer_spec import (
     JSON,
-    TokenizerSpec,
     full_json,
-    load_spec,
     parse,
     plain_json,
     read_files,
+    reason_of,
     spec_from_files,
     unknown_id,
 )
 from shards.errors import TokenizerError
-
-__all__ = ["ENGINES", "Encoder", "Engine", "TokenizerSpec", "load_spec", "spec_from_files"]
 
 Ids = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
@@ -53,15 +50,12 @@ def _open_tokenizers(content: bytes) -> Encode:
     tokenizer = _reference(content)
 
     def encode(texts: list[str]) -> tuple[Ids, Offsets]:
-        lengths = np.empty(len(texts), dtype=np.int64)
-        parts, done = [], 0
+        parts, lengths = [np.empty(0, np.int32)], list[int]()
         for chunk in _chunks(texts):
-            encodings = tokenizer.encode_batch_fast(chunk, add_special_tokens=False)
-            ids = [encoding.ids for encoding in encodings]
-            lengths[done : done + len(chunk)] = [len(part) for part in ids]
+            ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False)]
+            lengths += map(len, ids)
             parts.append(np.fromiter(chain.from_iterable(ids), dtype=np.int32))
-            done += len(chunk)
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32), _offsets(lengths)
+        return np.concatenate(parts), running_sum(lengths)
 
     return encode
 
@@ -125,7 +119,7 @@ class Encoder:
         self.parse_special = parse_special
         self.guard_failed = False
         self.content = full_json(parsed) if parse_special else plain_json(parsed)
-        self._offsets_tokenizer: Any = None
+        self._spans_tokenizer: Any = None
         self._control = np.zeros(self.spec.max_id + 1, dtype=bool)
         self._control[list(self.spec.added.values())] = not parse_special
         if (unknown := unknown_id(parsed)) is not None:  # text may hold what the vocabulary cannot spell
@@ -149,47 +143,30 @@ class Encoder:
             TokenizerError: A text holds a lone surrogate, which has no UTF-8 form.
         """
         try:
-            if self._fast is not None:
-                result = self._run_fast(texts)
-                if result is not None:
-                    return result
-            return self._reference(texts)
+            fast = self._run_fast(texts) if self._fast is not None else None
+            return self._reference(texts) if fast is None else fast
         except (UnicodeEncodeError, TypeError):
-            raise surrogate_error(texts) from None
+            raise _surrogate_error(texts) from None
 
-    def encode_with_offsets(self, texts: list[str]) -> tuple[Ids, Offsets, Ids]:
-        """Encode texts with the reference engine, and say which characters each token covers.
+    def encode_with_spans(self, text: str) -> tuple[Ids, Ids]:
+        """Encode one text with the reference engine, and say which characters each token covers.
 
         Returns:
-            `ids` and `offsets` as from `encode`; `spans`: int32 (num_tokens, 2), first and one-past-last character of
-            each token in its own text, as Python indexes a `str`. Tokens of one multi-byte character share its span.
-
-        Raises:
-            TokenizerError: A text holds a lone surrogate, which has no UTF-8 form.
+            `ids`: int32 (num_tokens,); `spans`: int32 (num_tokens, 2), first and one-past-last character of each token,
+            as Python indexes a `str`. Tokens of one multi-byte character share its span.
         """
-        if self._offsets_tokenizer is None:
-            self._offsets_tokenizer = _reference(self.content)
-        lengths, ids, spans = [0] * len(texts), [], []
-        try:
-            for index, text in enumerate(texts):  # one by one: an encoding with offsets is large
-                encoding = self._offsets_tokenizer.encode(text, add_special_tokens=False)
-                lengths[index] = len(encoding)
-                ids.append(np.array(encoding.ids, dtype=np.int32))
-                spans.append(np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2))
-        except (UnicodeEncodeError, TypeError):
-            raise surrogate_error(texts) from None
-        return (
-            np.concatenate(ids) if ids else np.empty(0, dtype=np.int32),
-            _offsets(np.array(lengths, dtype=np.int64)),
-            np.concatenate(spans) if spans else np.empty((0, 2), dtype=np.int32),
-        )
+        if self._spans_tokenizer is None:
+            self._spans_tokenizer = _reference(self.content)
+        encoding = self._spans_tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
     def facts(self) -> dict[str, Any]:
         """Return engine, version and guard result: facts of this run that never change the bytes."""
         result = "differs" if self.guard_failed else "equal" if self._fast is not None else "not needed"
+        used = REFERENCE if self._fast is None else self._engine
         return {
-            "engine": REFERENCE if self._fast is None else self._engine,
-            "version": metadata.version(ENGINES[REFERENCE if self._fast is None else self._engine].package),
+            "engine": used,
+            "version": metadata.version(ENGINES[used].package),
             "guard": {
                 "engine": self._engine,
                 "result": result,
@@ -211,9 +188,9 @@ class Encoder:
                 if not _is_engine_fault(error):
                     raise
                 if asked != "auto":
-                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                     raise TokenizerError(
-                        f"--tokenizer-engine {name}: cannot be used ({reason}). Install it, or use auto or {REFERENCE}."
+                        f"--tokenizer-engine {name}: cannot be used ({reason_of(error)}). "
+                        f"Install it, or use auto or {REFERENCE}."
                     ) from None
         return REFERENCE, None
 
@@ -284,6 +261,11 @@ class Encoder:
             )
 
 
+def running_sum(lengths: npt.ArrayLike) -> Offsets:
+    """Return 0 and the running sums of lengths; int64 (num_lengths + 1,)."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
 def hard_texts(added: Iterable[str] = ()) -> Iterator[str]:
     """Yield the fixed texts that an engine must encode as the reference does: known traps, then a seeded fuzz."""
     traps = [
@@ -307,11 +289,9 @@ def hard_texts(added: Iterable[str] = ()) -> Iterator[str]:
         yield "".join(chr(draw.randrange(1, 0xD800)) for _ in range(length))
 
 
-def surrogate_error(texts: list[str]) -> TokenizerError:
+def _surrogate_error(texts: list[str]) -> TokenizerError:
     """Name the first text that UTF-8 cannot hold; engines differ in what they raise for it, this does not."""
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            return TokenizerError(f"text {index}: {type(text).__name__} {text!r:.60}; expected text.")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -334,12 +314,6 @@ def _reference(content: bytes) -> Any:
 def _is_engine_fault(error: BaseException) -> bool:
     """Whether a native engine failed, a Rust panic included, which is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _offsets(lengths: Offsets) -> Offsets:
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def _chunks(texts: list[str]) -> Iterator[list[str]]:

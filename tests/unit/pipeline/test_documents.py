@@ -209,7 +209,7 @@ class TestPieces:
         encoder = Encoder(request.getfixturevalue(name))
         pieces, cuts = PieceEncoder(encoder), 0
         for text in TEXTS:
-            ids, _, spans = encoder.encode_with_offsets([text])
+            ids, spans = encoder.encode_with_spans(text)
             for point in range(len(text) + 1):
                 starts, stops, (at,) = pieces.borders(text, ids, [point], begins=True)
                 assert (stops > at).tolist() == (spans[:, 1] > point).tolist()

@@ -83,7 +83,7 @@ def test_borders_from_ids_are_those_of_the_offsets(encoder):
     conversation = chat_conversation({"messages": [ASK, REPLY, AGAIN]}, RecordOptions(kind="chat"))
     for message in conversation.messages:
         text = message["content"]
-        ids, _, spans = encoder.encode_with_offsets([text])
+        ids, spans = encoder.encode_with_spans(text)
         for point in range(len(text) + 1):
             starts, stops, (at,) = pieces.borders(text, ids, [point], begins=True)
             assert (stops > at).tolist() == (spans[:, 1] > point).tolist()
@@ -94,4 +94,4 @@ def test_prefixes_of_a_batch_do_not_change_its_ids(encoder):
     texts = [message["content"] for message in (ASK, REPLY, AGAIN)]
     ids, offsets = encoder.encode(texts)
     parts = [ids[start:stop].tolist() for start, stop in pairwise(offsets.tolist())]
-    assert parts == [encoder.encode_with_offsets([text])[0].tolist() for text in texts]
+    assert parts == [encoder.encode_with_spans(text)[0].tolist() for text in texts]

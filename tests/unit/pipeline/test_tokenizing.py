@@ -333,8 +333,7 @@ def test_chunks_of_the_reference_do_not_show(tokenizer_dir, monkeypatch):
 def test_offsets_cover_the_characters_that_tokens_stand_for(tokenizer_dir):
     text = "def add(a, b): äöü 👍 </s>"
     encoder = Encoder(tokenizer_dir)
-    ids, offsets, spans = encoder.encode_with_offsets(["", text])
-    assert offsets.tolist() == [0, 0, len(ids)]
+    ids, spans = encoder.encode_with_spans(text)
     assert ids.tolist() == encoder.encode([text])[0].tolist()
     tokenizer = load(tokenizer_dir)
     covered = set()
@@ -351,7 +350,7 @@ def test_offsets_count_characters_of_the_text_before_normalization(tokenizer_dir
     shutil.copytree(tokenizer_dir, tmp_path / "t")
     tokenizer.save(str(tmp_path / "t" / "tokenizer.json"))
     text = "e\u0301" * 3 + " end"
-    _, _, spans = Encoder(str(tmp_path / "t")).encode_with_offsets([text])
+    _, spans = Encoder(str(tmp_path / "t")).encode_with_spans(text)
     assert spans[-1, 1] == len(text)
     assert text[slice(*spans[-1])] == "d" or text[slice(*spans[-1])].endswith("end")
 
@@ -359,9 +358,8 @@ def test_offsets_count_characters_of_the_text_before_normalization(tokenizer_dir
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_lone_surrogate_is_one_error_of_ours(tokenizer_dir, engine):
     encoder = Encoder(tokenizer_dir, engine=engine)
-    for call in (encoder.encode, encoder.encode_with_offsets):
-        with pytest.raises(TokenizerError, match=r"text 1: lone surrogate U\+D83D at character 2"):
-            call(["fine", "a \ud83d b"])
+    with pytest.raises(TokenizerError, match=r"text 1: lone surrogate U\+D83D at character 2"):
+        encoder.encode(["fine", "a \ud83d b"])
     assert not encoder.guard_failed
 
 
