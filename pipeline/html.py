@@ -110,8 +110,7 @@ def plot(title: str, data: list[dict[str, Any]], *, x: str = "", y: str = "", **
     """
     for name, text in (("xaxis", x), ("yaxis", y)):
         layout[name] = {"title": {"text": text}, **layout.get(name, {})}
-    coloured = [{"marker": {"color": COLOURS[k % len(COLOURS)]}, **trace} for k, trace in enumerate(data)]
-    return Plot(title, orjson.dumps({"data": coloured, "layout": layout}).decode())
+    return Plot(title, orjson.dumps({"data": data, "layout": {"colorway": COLOURS, **layout}}).decode())
 
 
 def bars(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pipeline.deep import deep
 from pipeline.html import Page, write
 from pipeline.model_shape import DEFAULT_SHAPE, load_shape
 from pipeline.pages import comparison_page, dataset_page
-from pipeline.report import Report, inspect
+from pipeline.report import Report, inspect, rows_of
 from pipeline.runs import is_run, read_run, runs_page, summary, table
 from pipeline.show import Decoder, describe
 from pipeline.terminal import comparison_view, dataset_view, grid
@@ -84,9 +84,9 @@ class Inspection:
 
 def typical_lengths(report: Report) -> np.ndarray:
     """Return document lengths from a report's histogram, at most a million that stand for all; int64."""
-    table = np.array(report["lengths"]["documents"]["histogram"], np.float64).reshape(-1, 3)
-    count = table[:, 1] * min(1.0, MOST_LENGTHS / max(1.0, table[:, 1].sum()))
-    return np.repeat(np.round(table[:, 2] / table[:, 1]).astype(np.int64), np.round(count).astype(np.int64))
+    lengths, documents = rows_of(report["lengths"]["documents"]["histogram"])
+    count = documents * min(1.0, MOST_LENGTHS / max(1.0, documents.sum()))
+    return np.repeat(np.round(lengths).astype(np.int64), np.round(count).astype(np.int64))
 
 
 def sample_packs(dataset: Dataset) -> list[dict[str, Any]]:

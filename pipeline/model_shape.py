@@ -50,6 +50,8 @@ class ModelShape:
 DEFAULT_SHAPE = ModelShape(
     name="Llama shape of 1.24B weights", weights=1_235_746_816, attention_width=2048, full_layers=16
 )
+# models whose feed-forward part has two matrices, not three
+UNGATED = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "falcon", "bloom", "starcoder2"}
 
 
 def attention_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
@@ -129,18 +131,7 @@ def _mlp(text: dict[str, Any], hidden: int, figure: Any) -> int:
     """Weights of one layer's feed-forward part that a token meets: in a mixture, its experts and the router."""
     wide = figure("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
-    plain = text.get("model_type") in {
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "opt",
-        "phi",
-        "falcon",
-        "bloom",
-        "starcoder2",
-    }
-    matrices = 2 if plain else 3  # without and with a gate
+    matrices = 2 if text.get("model_type") in UNGATED else 3
     if not experts:
         return matrices * hidden * int(wide)
     active = figure("num_experts_per_tok", "top_k", default=2)

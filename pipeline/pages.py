@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.html import COLOURS, Page, Plot, Section, Table, bars, label, lines, mark, plot, steps
+from pipeline.html import Page, Plot, Section, Table, bars, label, lines, mark, plot, steps
 from pipeline.show import Pack, segment_title
 from pipeline.show import title as pack_title
 from pipeline.terminal import side_by_side, tables
@@ -213,11 +213,10 @@ def _losses(report: Report) -> list[Plot]:
 
 def _overlaid(title: str, reports: list[Report]) -> Plot:
     traces = []
-    for k, report in enumerate(reports):
+    for report in reports:
         edges, counts = log_classes(report["lengths"]["documents"]["histogram"])
         total = sum(counts) or 1
-        outline = {"shape": "hv", "color": COLOURS[k % len(COLOURS)]}
-        traces.append(steps(edges, [c / total for c in counts], report["path"], fill="none", line=outline))
+        traces.append(steps(edges, [c / total for c in counts], report["path"], fill="none"))
     return plot(
         title,
         traces,

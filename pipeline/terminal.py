@@ -25,8 +25,7 @@ def stdout() -> Console:
 
 def show(*parts: RenderableType) -> None:
     """Print on stdout."""
-    for part in parts:
-        stdout().print(part)
+    stdout().print(Group(*parts))
 
 
 def grid(columns: list[str], rows: list[list[str]], title: str = "") -> RenderableType:
@@ -140,9 +139,9 @@ def headline(report: Report) -> Iterator[list[str]]:
 
 
 def _parts(documents: Report) -> str:
-    extra = [f"{documents[key]:,} {key}" for key in ("split", "truncated") if documents[key]]
-    extra += [f"{sum(documents['dropped'].values()):,} dropped"] if any(documents["dropped"].values()) else []
-    return f" ({', '.join(extra)})" if extra else ""
+    figures = {key: documents[key] for key in ("split", "truncated")} | {"dropped": sum(documents["dropped"].values())}
+    extra = ", ".join(f"{count:,} {key}" for key, count in figures.items() if count)
+    return f" ({extra})" if extra else ""
 
 
 def _built(build: Report, tokens: int) -> Iterator[list[str]]:
