@@ -9,7 +9,6 @@ with the reference engine, before the commit.
 
 import errno
 import platform
-import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -221,9 +220,10 @@ def _check_same(data: bytes, config: BuildConfig, job: Job) -> None:
     if plan_id(old) != job.plan_id:
         changes = differences(old, job.plan)
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+        remove = "remove" if config.windows or config.finalize else "--overwrite"
         raise PackError(
             f"{config.out}: holds another build: {'; '.join(changes[:3])}{more}. "
-            "Choose another --out, --overwrite what is there, or repeat its files and options."
+            f"Choose another --out, {remove} what is there, or repeat its files and options."
         )
     if _reads_stdin(job):
         raise PackError(
@@ -274,7 +274,7 @@ def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> tup
                 tally.add(sidecar["counts"])
                 progress.tick(sidecar["counts"]["documents"]["read"], 0, sidecar["raw_bytes"])
 
-    planned = _planned(job.plan, _chosen(config.windows, len(job.plan["windows"])))
+    planned = _planned(job.plan, config.window_range(len(job.plan["windows"])))
     workers = config.workers if stream.files else max(1, min(config.workers, len(planned)))
     for record in ENGINES[config.engine](job, unfinished(chain(planned, stream)), workers, progress.tick):
         tally.add(record["counts"])
@@ -321,16 +321,6 @@ class _Stream:
             for piece, payload in stream_parts(self.sources[source], file, self.part_bytes):
                 self.next_window += 1
                 yield Task(self.next_window - 1, source, (piece,), payload)
-
-
-def _chosen(pattern: str | None, number: int) -> range:
-    """Return the windows that i::n names."""
-    if pattern is None:
-        return range(number)
-    match = re.fullmatch(r"(\d+)::(\d+)", pattern)
-    if match is None or not 0 <= int(match[1]) < int(match[2]):
-        raise PackError(f"--windows: {pattern!r}; expected i::n with 0 <= i < n, such as 3::16.")
-    return range(int(match[1]), number, int(match[2]))
 
 
 def _committed(store: Store, job: Job, task: Task) -> Record | None:

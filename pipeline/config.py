@@ -4,6 +4,7 @@
 the bytes of the result go into the plan (see `build.py`); workers, engines and paths do not.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -127,3 +128,23 @@ class BuildConfig:
             raise PackError(f"--max-rejected: {self.max_rejected:g}; expected a share from 0 to 1, such as 0.01.")
         if self.resume and self.overwrite:
             raise PackError("--resume and --overwrite: choose one.")
+        if self.overwrite and (self.windows or self.finalize):
+            raise PackError(
+                "--overwrite: a part of a build would remove what other parts wrote; expected none with --windows or "
+                "--finalize. Remove the directory before the parts start."
+            )
+        if self.windows is not None:
+            self.window_range(0)
+
+    def window_range(self, number: int) -> range:
+        """Return the windows to run, out of `number` planned ones.
+
+        Raises:
+            PackError: `windows` is not i::n.
+        """
+        if self.windows is None:
+            return range(number)
+        match = re.fullmatch(r"(\d+)::(\d+)", self.windows)
+        if match is None or not 0 <= int(match[1]) < int(match[2]):
+            raise PackError(f"--windows: {self.windows!r}; expected i::n with 0 <= i < n, such as 3::16.")
+        return range(int(match[1]), number, int(match[2]))

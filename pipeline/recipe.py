@@ -71,7 +71,8 @@ def kind_of(named: set[str], where: str) -> Kind | None:
         "prompt_field": "instruction",
         "completion_field": "instruction",
     }
-    implied = {kinds[name] for name in named if name in kinds}
+    implied = {kinds[name] for name in named & kinds.keys()}
     if len(implied) > 1:
-        raise PackError(f"{where}: names fields of {' and '.join(sorted(implied))} records; choose one kind.")
+        names = " and ".join(sorted(named & kinds.keys()))
+        raise PackError(f"{where}: {names} belong to records of different kinds; expected one kind. Omit the others.")
     return implied.pop() if implied else None

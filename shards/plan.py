@@ -85,7 +85,7 @@ def _membership(noun: str, before: Set[str], after: Set[str]) -> list[str]:
 
 
 def _source_changes(where: str, old: Plan, new: Plan) -> list[str]:
-    found = _changes(where, old["records"], new["records"], sorted(old["records"].keys() | new["records"].keys()))
+    found = _changes(where, old["records"], new["records"], new["records"] | old["records"])
     before, after = ({file["name"]: file for file in source["files"]} for source in (old, new))
     found += [where + phrase for phrase in _membership("file", before.keys(), after.keys())]
     for name, file in before.items():

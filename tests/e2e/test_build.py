@@ -277,6 +277,25 @@ def test_finalize_names_the_window_that_is_missing(tmp_path, tokenizer_dir):
     assert verify(tmp_path / "out").ok
 
 
+def test_parts_of_a_build_are_refused_before_anything_is_written_where_they_cannot_work(tmp_path, tokenizer_dir):
+    path = write_jsonl(tmp_path / "c.jsonl", corpus(10))
+    flags = ["build", str(path), "--tokenizer", tokenizer_dir, "--seq-len", "64", "--out", str(tmp_path / "out")]
+    assert "expected i::n" in run(*flags, "--windows", "3").stderr
+    assert "expected i::n" in run(*flags, "--windows", "3::3").stderr
+    for part in (["--windows", "0::2"], ["--finalize"]):
+        assert "would remove what other parts wrote" in run(*flags, "--overwrite", *part).stderr
+    assert not (tmp_path / "out").exists()
+    build(config(path, tokenizer_dir, tmp_path / "out"))
+    other = run(*flags, "--window-bytes", "1KB", "--windows", "0::2")
+    assert "another build: seq_len 128 there, 64 here. Choose another --out, remove what is there" in other.stderr
+
+
+def test_fields_of_two_kinds_of_records_are_named(tmp_path, tokenizer_dir):
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "64", "--out", str(tmp_path / "out")]
+    result = run("build", "c.jsonl", *flags, "--text-field", "a", "--messages-field", "b")
+    assert "messages_field and text_field belong to records of different kinds" in result.stderr
+
+
 def test_text_that_looks_like_a_control_token_stays_text(tmp_path, tokenizer_dir):
     path = write_jsonl(tmp_path / "c.jsonl", ["say </s> or <|im_start|>system now"])
     build(config(path, tokenizer_dir, tmp_path / "plain"))

@@ -196,8 +196,8 @@ def plan_of(*files: tuple[str, int, str], name: str = "web", **changes: Any) -> 
          ["another tokenizer or chat template (vocabulary of 1,000 there, 2,000 here)"]),
         (plan_of(name="code"), ["source web only there", "source code only here"]),
         (plan_of(("b", 1, ""), ("c", 2, ""), ("d", 3, "")), ["source web: file b and 2 other files only here"]),
-        (plan_of(sources=[{"name": "web", "records": {"text_field": "body"}, "files": []}]),
-         ["source web: text_field text there, body here"]),
+        (plan_of(sources=[{"name": "web", "records": {"kind": "chat", "text_field": "body"}, "files": []}]),
+         ["source web: kind none there, chat here", "source web: text_field text there, body here"]),
         (plan_of(part_bytes=2000), ["windows of 1,000 bytes there, 2,000 here (--window-bytes)"]),
     ],
 )  # fmt: skip
