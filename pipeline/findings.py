@@ -35,8 +35,10 @@ def packing(report: Report) -> Iterator[str]:
     if not report["packs"]:
         return
     mean, packer, rate = report["segments_per_pack"]["mean"], report["recipe"]["packer"], report["fill"]["rate"]
-    if packer in ("bucketed", "unpacked"):
-        yield f"Packer {packer} puts one segment in a row: rows are padded in training, or left short."
+    if packer == "bucketed":
+        yield "Packer bucketed puts one segment in a row, which training pads; other packers need no padding."
+    elif packer == "unpacked":
+        yield "Packer unpacked puts one segment in a row, which pack train refuses. Build with another --packer."
     elif mean < 1.05 and rate > 0.5:  # emptier packs had nothing to share
         yield (
             f"Packing had little effect: {mean:.2f} segments a pack, since documents are about as long as seq_len. "

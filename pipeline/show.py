@@ -295,7 +295,7 @@ def show_packs(
         rows = list(islice(rows_with_text(dataset, grep, decoder), limit))
         if not rows:
             raise PackError(f"--grep {grep!r}: no segment of {path} holds this text. Check spelling and white space.")
-    colour = console.color_system is not None
+    colour = console.color_system is not None and not console.no_color
     for number in rows:
         pack = describe(dataset, number, decoder, tokens=tokens)
         if as_json:

@@ -68,6 +68,7 @@ def test_a_dataset_that_does_not_pack_is_not_called_packed(packer, tokenizer_dir
         report = json.loads(run(tmp_path / "out", "--json", *flag).output)
         ways = (report["deep"] if flag else report)["feedings"]
         assert ways[0]["name"] == packer
+        assert report["warnings"][0].startswith(f"Packer {packer} puts one segment in a row, which ")
         slots = padded.sum() if packer == "bucketed" else report["tokens"]["packed"]
         assert ways[0]["slots"] == slots
 

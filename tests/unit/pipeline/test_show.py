@@ -149,6 +149,12 @@ def test_without_colour_brackets_mark_the_targets(dataset):
     assert inside == "".join(run["text"] for s in pack["segments"] for run in s["runs"] if run["trained"])
 
 
+def test_a_terminal_that_wants_no_colour_gets_brackets(dataset):
+    command = ["show", str(dataset.path)]
+    assert "⟦" not in CliRunner().invoke(main, command, env={"FORCE_COLOR": "1", "NO_COLOR": None}).output
+    assert "⟦" in CliRunner().invoke(main, command, env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).output
+
+
 def test_the_command_finds_documents_and_text(dataset):
     run = CliRunner().invoke
     found = run(main, ["show", str(dataset.path), "--doc", "0:2", "--json"])
