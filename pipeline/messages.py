@@ -5,13 +5,13 @@ JSON text or objects, the older `function_call`, reasoning under any of its name
 Everything else is refused by name: a field that is guessed wrong trains on the wrong text.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from pipeline.config import RecordOptions
+from pipeline.parsing import fields_of, name_of, usual_flags
 from shards.errors import SourceError
 
 Message = dict[str, Any]
@@ -70,7 +70,7 @@ def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, st
             raise _absent(name, record, "text or a list of messages", flag)
         if not isinstance(value, str | list):
             raise SourceError(
-                f"field {name!r} is {_form(value)}; expected text or a list of messages. Mend it, or use {flag}."
+                f"field {name!r} is {name_of(value)}; expected text or a list of messages. Mend it, or use {flag}."
             )
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt, completion
@@ -78,14 +78,6 @@ def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, st
     tail = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     both = _conversation([*head, *tail], options.prompt_field, lookup(record, options.tools_field))
     return replace(both, completion_from=len(head))
-
-
-def usual_flags(names: Collection[str]) -> str:
-    """Return the flags that read records of these fields, where they have their usual names; empty otherwise."""
-    for name in ("messages", "conversations", "conversation"):
-        if name in names:
-            return f"--messages-field {name}"
-    return "--prompt-field prompt --completion-field completion" if {"prompt", "completion"} <= {*names} else ""
 
 
 def lookup(record: dict[str, Any], path: str) -> Any:
@@ -100,18 +92,18 @@ def lookup(record: dict[str, Any], path: str) -> Any:
 
 def _absent(name: str, record: dict[str, Any], expected: str, flag: str) -> SourceError:
     remedy = f"Use {flags}." if (flags := usual_flags(record)) else f"Name the field with {flag}."
-    return SourceError(f"no field {name!r}, only {_names(record)}; expected {expected}. {remedy}")
+    return SourceError(f"no field {name!r}, {fields_of(record)}; expected {expected}. {remedy}")
 
 
 def _conversation(raw: Any, field: str, tools: Any) -> Conversation:
     if not isinstance(raw, list):
-        raise SourceError(f"field {field!r} is {_form(raw)}; expected a list of messages. Name another field.")
+        raise SourceError(f"field {field!r} is {name_of(raw)}; expected a list of messages. Name another field.")
     messages: list[Message] = []
     train: list[bool | None] = []
     for position, item in enumerate(raw):
         try:
             if not isinstance(item, dict):
-                raise SourceError(f"{_form(item)}; expected an object with role and content (or from and value).")
+                raise SourceError(f"{name_of(item)}; expected an object with role and content (or from and value).")
             messages.append(_message(item))
             train.append(_train_flag(item))
         except SourceError as error:
@@ -120,7 +112,7 @@ def _conversation(raw: Any, field: str, tools: Any) -> Conversation:
         tools = _parsed(tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise SourceError(
-            f"the tools are {_form(tools)}; expected a list of objects, or its JSON text. Mend the record."
+            f"the tools are {name_of(tools)}; expected a list of objects, or its JSON text. Mend the record."
         )
     return Conversation(messages, train, tools or None)
 
@@ -132,10 +124,10 @@ def _message(item: Message) -> Message:
         role, content = item["from"], item.get("value", content)
         role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if not isinstance(role, str) or not role:
-        raise SourceError(f"no role, only {_names(item)}; expected role and content (or from and value). Mend it.")
+        raise SourceError(f"no role, {fields_of(item)}; expected role and content (or from and value). Mend it.")
     calls = _tool_calls(item)
     if content is None and not calls and "content" not in item and "value" not in item:
-        raise SourceError(f"no content, only {_names(item)}; expected text under content or value. Mend the record.")
+        raise SourceError(f"no content, {fields_of(item)}; expected text under content or value. Mend the record.")
     message: Message = {"role": "tool" if role == "function" else role, "content": _text(content)}
     reasoning = next((item[name] for name in REASONING_FIELDS if item.get(name)), None)
     if reasoning is not None:
@@ -154,7 +146,7 @@ def _text(content: Any) -> str:
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if not isinstance(content, list) or not all(isinstance(text, str) for text in texts):
         odd = next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), content)
-        kind = f"a part of type {odd['type']!r}" if isinstance(odd, dict) and "type" in odd else _form(odd)
+        kind = f"a part of type {odd['type']!r}" if isinstance(odd, dict) and "type" in odd else name_of(odd)
         raise SourceError(f"content holds {kind}; expected text, or a list of text parts. Convert or remove it.")
     return "".join(str(text) for text in texts)
 
@@ -164,7 +156,7 @@ def _tool_calls(item: Message) -> list[dict[str, Any]]:
     if isinstance(calls, str):
         calls = _parsed(calls)
     if not isinstance(calls, list):
-        raise SourceError(f"tool_calls is {_form(calls)}; expected a list of objects. Mend the record.")
+        raise SourceError(f"tool_calls is {name_of(calls)}; expected a list of objects. Mend the record.")
     result = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -196,12 +188,3 @@ def _parsed(text: str) -> Any:
         return orjson.loads(text)  # unlike json, it takes no lone surrogates, which no tokenizer can encode
     except orjson.JSONDecodeError:
         return text
-
-
-def _names(value: dict[str, Any]) -> str:
-    return ", ".join(repr(name) for name in list(value)[:8]) or "nothing"
-
-
-def _form(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:40]}{'…' if len(text) > 40 else ''}"

@@ -5,14 +5,13 @@ record is bad, and why.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import orjson
 
 from pipeline.config import RecordOptions
-from pipeline.messages import usual_flags
 from pipeline.streams import FAULT
 
 KINDS = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", bytes: "bytes, not UTF-8 text"}
@@ -107,9 +106,8 @@ def text_of(record: dict[str, Any], path: str) -> str:
         return _text(record[path], path)
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
-            present = f"only {', '.join(map(repr, list(record)[:20]))}" if record else "and no other either"
             flags = usual_flags(record) or "--text-field"
-            raise BadRecord(f"no field {path!r}, {present}; expected the text there (see {flags})")
+            raise BadRecord(f"no field {path!r}, {fields_of(record)}; expected the text there (see {flags})")
         value = value[key]
     return _text(value, path)
 
@@ -117,6 +115,19 @@ def text_of(record: dict[str, Any], path: str) -> str:
 def name_of(value: Any) -> str:
     """Say what kind of JSON value this is."""
     return KINDS.get(type(value)) or f"{'text' if isinstance(value, str) else 'a number'} ({value!r:.40})"
+
+
+def fields_of(names: Collection[str]) -> str:
+    """Say which fields a record has, after the one that it has not."""
+    return f"only {', '.join(map(repr, list(names)[:20]))}" if names else "and no other either"
+
+
+def usual_flags(names: Collection[str]) -> str:
+    """Return the flags that read records of these fields, where they have their usual names; empty otherwise."""
+    for name in ("messages", "conversations", "conversation"):
+        if name in names:
+            return f"--messages-field {name}"
+    return "--prompt-field prompt --completion-field completion" if {"prompt", "completion"} <= {*names} else ""
 
 
 def excerpt(raw: Any, limit: int) -> str:

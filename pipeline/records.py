@@ -19,8 +19,7 @@ import orjson
 import xxhash
 
 from pipeline.corpus_files import changed, is_url, open_source, reaching
-from pipeline.messages import usual_flags
-from pipeline.parsing import BadRecord, Form, excerpt, json_form, text_form, value_form
+from pipeline.parsing import BadRecord, Form, excerpt, fields_of, json_form, text_form, usual_flags, value_form
 from pipeline.saved import arrow_batches, reading_as
 from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError
@@ -327,8 +326,7 @@ def _top(schema: Any, name: str, text_field: str) -> str:
             return column
     flags = usual_flags(schema.names) or "--text-field"
     raise SourceError(
-        f"{name}: no column {text_field!r}, only {', '.join(map(repr, schema.names[:20]))}; expected the text there. "
-        f"See {flags}."
+        f"{name}: no column {text_field!r}, {fields_of(schema.names)}; expected the text there. See {flags}."
     )
 
 

@@ -188,8 +188,8 @@ class TestInstruction:
         [
             ({"prompt": "a", "answer": "b"}, "no field 'completion', only 'prompt', 'answer'.*--completion-field"),
             ({"messages": []}, "no field 'prompt', only 'messages'.*Use --messages-field messages"),
-            ({"prompt": "a", "completion": None}, "field 'completion' is NoneType None; expected text"),
-            ({"prompt": 3, "completion": "b"}, "field 'prompt' is int 3; expected text or a list of messages"),
+            ({"prompt": "a", "completion": None}, "field 'completion' is null; expected text"),
+            ({"prompt": 3, "completion": "b"}, "field 'prompt' is a number .3.; expected text or a list of messages"),
         ],
     )
     def test_a_missing_field_is_named(self, encoder, record, message):
