@@ -68,8 +68,6 @@ def run_demo(config: DemoConfig) -> None:
     Raises:
         PackError: The directory holds something else, or a part failed.
     """
-    # read when torch comes: threads that spin for each other cost 3 times the CPU seconds where cores are busy
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     out = Path(config.out)
     claim(out)
     _head(1, "A corpus: the standard library of this Python, and a tokenizer trained on it")

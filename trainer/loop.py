@@ -2,7 +2,8 @@
 
 Each concern beside it has its own file: which packs and when (`loader`), what a loss is (`loss`), how rows attend
 (`attention`), what a checkpoint holds (`checkpoint`). Between two log lines the host only queues work: it reads nothing
-back from the device, and the divisor of the loss comes from the dataset's index, not from a reduction.
+back from the device (but for liger's fused loss, which does), and the divisor of the loss comes from the dataset's
+index, not from a reduction.
 """
 
 from __future__ import annotations

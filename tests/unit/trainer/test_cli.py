@@ -1,6 +1,7 @@
 """The commands' flags are the config's fields, and a model is judged by exit code."""
 
 import json
+import os
 import sys
 from dataclasses import fields
 
@@ -28,6 +29,17 @@ def test_defaults_are_the_configs(monkeypatch):
     monkeypatch.setattr("trainer.loop.train", lambda config: caught.append(config))
     CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o"])
     assert caught == [TrainConfig(dataset="d", model="m", out="o")]
+
+
+@pytest.mark.parametrize(("own", "then"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_idly_unless_told_otherwise(monkeypatch, own, then):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if own:
+        monkeypatch.setenv("OMP_WAIT_POLICY", own)
+    caught = []
+    monkeypatch.setattr("trainer.loop.train", lambda config: caught.append(os.environ["OMP_WAIT_POLICY"]))
+    CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", "o"])
+    assert caught == [then]
 
 
 def test_lists_are_parsed(monkeypatch):

@@ -2,8 +2,11 @@
 
 import json
 import pickle
+import re
+import shutil
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 
 from shards import Dataset, PackError
 from trainer.loader import PackLoader, feed, padded_lengths, whole_dataset, window_pairs
+from trainer.models import load_model
 
 
 def served(loader: PackLoader, steps: range) -> list[list[int]]:
@@ -76,6 +80,34 @@ def test_batches_hold_the_packs_of_the_plan_in_order(dataset):
         assert batch["max_seqlen"] == int(batch["cu_seqlens"].diff().max())
         steps += 1
     assert steps == len(loader) > 4
+
+
+def test_the_loop_of_the_documentation_runs_and_a_batch_holds_what_its_table_says(
+    make_dataset, documents, model_config, tmp_path, monkeypatch
+):
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(make_dataset({"main": documents(60, 40)}, 48).path, tmp_path / "data" / "corpus")
+    load_model(model_config()).model.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(compile(example, "docs/training.md", "exec"), names)
+    assert names["number"] == len(names["loader"]) > 4
+    assert torch.isfinite(names["loss"])
+    assert json.loads(names["state"])["epoch"] == 1
+
+    table = re.findall(r"^\| (`.*?`) \| (.*?) \|$", page.partition("| in a batch of T tokens |")[2], re.MULTILINE)
+    said = {key: text for keys, text in table[:6] for key in re.findall(r"`(\w+)`", keys)}
+    batch = names["batch"]
+    assert said.keys() == batch.keys()
+    tokens, segments = batch["num_tokens"], len(batch["cu_seqlens"]) - 1
+    for key, text in said.items():
+        if "tensor" in text:
+            shape = {"(1, T)": (1, tokens), "(segments + 1,)": (segments + 1,)}[re.search(r"\(.*?\)", text)[0]]
+            assert (str(batch[key].dtype), batch[key].shape) == (f"torch.{text.split()[0]}", shape)
+        elif key != "step":
+            assert text.startswith("int")
+            assert isinstance(batch[key], int)
 
 
 def test_iterating_again_goes_on_with_the_next_epoch(dataset):
