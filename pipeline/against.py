@@ -7,16 +7,15 @@ trust the packer, the gathering or the writer.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pipeline.builder import all_tasks
-from pipeline.config import BuildConfig, RecordOptions
+from pipeline.config import RecordOptions
 from pipeline.gather import WindowTokens
 from pipeline.records import WindowReader
-from pipeline.sources import Source, resolve
+from pipeline.sources import Source, resolve_specs
 from pipeline.stages import Stages
 from pipeline.tokenizing import Encoder
 from pipeline.window import read_documents
@@ -37,10 +36,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: Report) -> N
     dataset = Dataset(path)
     plan = dataset.plan
     options = {source["name"]: RecordOptions(**source["records"]) for source in plan["sources"]}
-    config = BuildConfig(
-        sources=specs, out=path, tokenizer=f"{path}/tokenizer", seq_len=dataset.seq_len, source_records=options
-    )
-    sources = resolve(replace(config, records=next(iter(options.values()))))
+    sources = resolve_specs(specs, next(iter(options.values())), options)
     found = [[file.as_plan() for file in source.files] for source in sources]
     for source, files in zip(plan["sources"], found, strict=False):
         for old, new in zip(source["files"], files, strict=False):
@@ -53,7 +49,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: Report) -> N
         report.add("F2", path, f"was built from {counted(sum(packed), 'file')}, found {sum(map(len, found)):,}")
         return
     encoders = {
-        special: Encoder(config.tokenizer, engine="tokenizers", parse_special=special)
+        special: Encoder(f"{path}/tokenizer", engine="tokenizers", parse_special=special)
         for special in {option.parse_special for option in options.values()}
     }
     starts = np.cumsum([0] + [shard["rows"] for shard in dataset.manifest["shards"]])
@@ -64,7 +60,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: Report) -> N
         source = sources[task.source]
         reader = WindowReader(source, task.slices, on_error="skip", payload=task.payload)
         encoder = encoders[source.options.parse_special]
-        tokens, _ = read_documents(reader, encoder, source, task.window, Stages(), lambda *_: None)
+        tokens, _ = read_documents(reader, encoder, task.window, Stages(), lambda *_: None)
         packs = range(starts[task.window], starts[task.window + 1])
         for where, what in _window_problems(dataset, packs, tokens, source, plan):
             report.add("F12", where, what)

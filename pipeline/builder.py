@@ -21,7 +21,7 @@ from pipeline.config import BuildConfig
 from pipeline.documents import check_options
 from pipeline.engines import ENGINES, start_server
 from pipeline.packing import PACKERS, compile_kernels, kernels_compiled
-from pipeline.sources import Slice, Source, Window, check_unchanged, cut_windows, enumerate_streams, resolve
+from pipeline.sources import Slice, Source, Window, check_unchanged, cut_windows, enumerate_streams, resolve_specs
 from pipeline.stores import io_errors, open_store
 from pipeline.streams import stream_parts
 from pipeline.survey import Survey, Tally, all_sidecars, check_totals, take_survey
@@ -66,7 +66,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     """
     progress = progress or Progress()
     begin = time.time()
-    sources = resolve(config)
+    sources = resolve_specs(config.sources, config.records, config.source_records)
     for source in sources:
         if source.skipped:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(source.skipped.items()))

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from pipeline.config import OVERLONG, PACKER_NAMES, BuildConfig, RecordOptions
-from pipeline.recipe import kind_of
+from pipeline.recipe import kind_of, read_recipe
 from shards.errors import PackError, counted
 
 LAZY = {
@@ -142,21 +142,29 @@ def _record_options(command: Any) -> Any:
             help="One document in a plain text file.",
         ),
         click.option("--format", "format", help="Format of the files where their names do not tell, such as jsonl."),
+        click.option(
+            "--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name."
+        ),
     ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def record_options(flags: dict[str, Any]) -> RecordOptions:
-    """Take the record flags out of `flags` and return them as options; the kind follows from the fields named."""
+def record_options(flags: dict[str, Any]) -> dict[str, Any]:
+    """Take the record flags out of `flags`, and return the options of all sources and those by source name.
+
+    The kind of the records follows from the fields that are named.
+    """
     names = {entry.name for entry in fields(RecordOptions)} & flags.keys()
     chosen = {name: value for name in names if (value := flags.pop(name)) is not None}
     kind = kind_of(chosen.keys() & {"text_field", "messages_field", "prompt_field", "completion_field"}, "flags")
     if "chat_template" in chosen:
         with open(chosen["chat_template"], encoding="utf-8") as file:
             chosen["chat_template"] = file.read()
-    return RecordOptions(kind=kind or "text", **chosen)
+    records = RecordOptions(kind=kind or "text", **chosen)
+    recipe = flags.pop("recipe")
+    return {"records": records, "source_records": read_recipe(recipe, records) if recipe else {}}
 
 
 @main.command()
@@ -165,7 +173,6 @@ def record_options(flags: dict[str, Any]) -> RecordOptions:
 @click.option("--tokenizer", required=True, help="Tokenizer directory or hub name.")
 @click.option("--seq-len", type=int, required=True, help="Capacity of a pack, in tokens.")
 @_record_options
-@click.option("--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name.")
 @click.option(
     "--packer", type=click.Choice(PACKER_NAMES), default="auto", show_default=True, help="How segments share packs."
 )
@@ -175,7 +182,7 @@ def record_options(flags: dict[str, Any]) -> RecordOptions:
 @click.option(
     "--window-bytes", type=Size(), help="Corpus bytes in one window, such as 64MiB. [default: by corpus size]"
 )
-@click.option("--workers", type=int, help="Processes. [default: one a core]")
+@click.option("--workers", type=int, default=usable_cores, help="Processes. [default: one a core]")
 @click.option(
     "--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Where windows run."
 )
@@ -198,7 +205,7 @@ def record_options(flags: dict[str, Any]) -> RecordOptions:
 )
 @click.option("--progress/--no-progress", default=None, help="Progress on stderr. [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest's figures as JSON.")
-def build(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) -> None:
+def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
     """Turn a corpus into packed shards.
 
     SOURCE is a file, glob, directory, - (JSONL on stdin), save_to_disk folder, hf:NAME or an fsspec URL; NAME=SOURCE
@@ -211,20 +218,15 @@ def build(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) 
     """
     from pipeline.builder import build as run_build
     from pipeline.progress import RichProgress
-    from pipeline.recipe import read_recipe
 
-    records = record_options(flags)
-    config = BuildConfig(
-        records=records,
-        source_records=read_recipe(recipe, records) if recipe else {},
-        workers=usable_cores() if workers is None else workers,
-        **flags,
-    )
-    with RichProgress(config.progress) as progress:
+    options = record_options(flags)
+    flags["out"] = os.path.expanduser(flags["out"])  # a shell leaves --out=~/data as it is
+    config = BuildConfig(**options, **flags)
+    with RichProgress(progress) as shown:
         try:
-            manifest = run_build(config, progress)
+            manifest = run_build(config, shown)
         except KeyboardInterrupt:
-            progress.say(f"{config.out}: stopped; the windows that are done are kept. Add --resume to continue.")
+            shown.say(f"{config.out}: stopped; the windows that are done are kept. Add --resume to continue.")
             raise SystemExit(130) from None
     if as_json:
         click.echo(json.dumps({key: value for key, value in manifest.items() if key != "shards"}))
@@ -339,13 +341,17 @@ def show_command(dataset: str, as_json: bool, **options: Any) -> None:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option("--tokenizer", required=True, help="Tokenizer directory or hub name.")
 @_record_options
-@click.option("--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name.")
 @click.option("--model", help="Model directory, config.json or hub name, for costs and limits. [default: 1.24B shape]")
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Most seconds of sampling.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the places that are sampled.")
-@click.option("--workers", type=int, help="Processes of the build whose time is estimated. [default: one a core]")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=usable_cores,
+    help="Processes of the build whose time is estimated. [default: one a core]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON (docs/report.md).")
-def plan(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) -> None:
+def plan(as_json: bool, **flags: Any) -> None:
     """Say what each seq_len and packer would give.
 
     Samples the corpus and writes nothing.
@@ -355,13 +361,10 @@ def plan(as_json: bool, recipe: str | None, workers: int | None, **flags: Any) -
       pack plan corpus/*.jsonl --tokenizer ./tokenizer
     """
     from pipeline.advisor import plan_corpus
-    from pipeline.recipe import read_recipe
     from pipeline.terminal import plan_view, show
 
-    records = record_options(flags)
-    by_name = read_recipe(recipe, records) if recipe else {}
-    cores = usable_cores() if workers is None else workers
-    found = plan_corpus(records=records, source_records=by_name, workers=cores, **flags)
+    options = record_options(flags)
+    found = plan_corpus(**options, **flags)
     if as_json:
         click.echo(json.dumps(found))
     else:

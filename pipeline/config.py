@@ -112,8 +112,6 @@ class BuildConfig:
     "What happens at a bad record."
     max_rejected: float = 0.01
     "Share of bad records above which a build with on_error=skip stops."
-    progress: bool | None = None
-    "Show progress on stderr; None for when it is a terminal."
 
     def __post_init__(self) -> None:
         if not 2 <= self.seq_len <= MOST_SEQ_LEN:

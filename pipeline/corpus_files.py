@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import xxhash
 
-from shards.errors import PackError, SourceError
+from shards.errors import PackError, SourceError, reason_of
 
 END_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 64 << 10, 4 << 10, 14
 ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "checksum")
@@ -101,7 +101,7 @@ def reaching(location: str, name: str | None = None) -> Iterator[None]:
         if not isinstance(error, OSError) and not (is_url(location) and type(error).__module__ != "builtins"):
             raise
         what = "URL, the network and the credentials" if is_url(location) else "path and its permissions"
-        reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
+        reason = getattr(error, "strerror", None) or reason_of(error)
         raise SourceError(f"{name or location}: cannot be read ({reason}). Check the {what}.") from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.hub import quiet_hub
-from shards.errors import ModelError
+from shards.errors import ModelError, reason_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +88,8 @@ def _hub_config(name: str) -> dict[str, Any]:
         with quiet_hub():
             return dict(AutoConfig.from_pretrained(name).to_dict())
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(" .")
         raise ModelError(
-            f"--model {name}: no such directory, file or hub model ({reason}). Name one with a config.json."
+            f"--model {name}: no such directory, file or hub model ({reason_of(error)}). Name one with a config.json."
         ) from error
 
 

@@ -179,7 +179,7 @@ class WindowReader:
         options = self.source.options
         if self._payload is not None:
             unit = "line" if file.format == "jsonl" else "record"
-            for _, data, before in _cut(self._payload):
+            for data, before in _cut(self._payload):
                 yield self._lines(data, lambda: (unit, piece.start + before), file, json_form(options))  # noqa: B023
             return
         with reaching(file.location, file.name):
@@ -278,13 +278,13 @@ class WindowReader:
                 yield _Chunk(raws, size, form, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
 
 
-def _cut(payload: bytes) -> Iterator[tuple[int, bytes, int]]:
-    """Cut raw lines into pieces of about BATCH_BYTES: (offset, bytes, lines before)."""
+def _cut(payload: bytes) -> Iterator[tuple[bytes, int]]:
+    """Cut raw lines into pieces of about BATCH_BYTES: (bytes, lines before)."""
     start = lines = 0
     while start < len(payload):
         end = payload.find(b"\n", start + BATCH_BYTES - 1) + 1 or len(payload)
         data = payload[start:end]
-        yield start, data, lines
+        yield data, lines
         start, lines = end, lines + data.count(b"\n")
 
 

@@ -14,7 +14,7 @@ import orjson
 
 from pipeline.corpus_files import is_url, open_source
 from pipeline.hub import quiet_hub
-from shards.errors import SourceError
+from shards.errors import SourceError, reason_of
 
 CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
 STREAM_END = CONTINUES + bytes(4)
@@ -60,21 +60,20 @@ def hub_files(spec: str) -> list[tuple[str, str]]:
         name, split = head, tail
     if not name.strip("/"):
         raise SourceError(f"{spec} names no dataset; expected hf:NAME, hf:NAME/CONFIG or hf:NAME:SPLIT.")
-    last: Exception | None = None
+    faults: list[Exception] = []
     for path, config in _candidates(name):
         try:
             with quiet_hub(), _quiet(datasets):
                 dataset = datasets.load_dataset(path, config, split=split)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            last = last or error
+            faults.append(error)
             continue
         files = [entry["filename"] for entry in dataset.cache_files]
         if sum(sum(arrow_units(file, name)) for file in files) != len(dataset):
             raise SourceError(f"{spec}: is a part of its files; expected a whole split. Use save_to_disk first.")
         return [(f"{name}:{split}/{os.path.basename(file)}", file) for file in files]
-    reason = str(last).strip().splitlines()[0] if last is not None and str(last).strip() else type(last).__name__
     raise SourceError(
-        f"{spec}: no such dataset or split here or on the hub ({reason.rstrip('.')}). "
+        f"{spec}: no such dataset or split here or on the hub ({reason_of(faults[0])}). "
         "Check the name, the split and the network, or give files or a directory."
     )
 
@@ -166,8 +165,13 @@ def reading_as(kind: str, name: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SourceError(f"{name}: cannot be read as {kind} ({reason.rstrip(' .')}). Write the file again.") from None
+        raise SourceError(f"{name}: cannot be read as {kind} ({reason_of(error)}). Write the file again.") from None
+
+
+def refuse_utf16(head: bytes, name: str) -> None:
+    """Raise SourceError for a file that begins with the mark of UTF-16."""
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise SourceError(f"{name}: is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
 
 
 def is_lines(head: bytes) -> bool:

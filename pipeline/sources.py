@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.config import MIB, BuildConfig, RecordOptions
+from pipeline.config import MIB, RecordOptions
 from pipeline.corpus_files import changed, filesystem_of, fingerprint, is_url, open_source, reaching, size_of
-from pipeline.saved import arrow_units, hub_files, is_lines, parquet_units, saved_files
+from pipeline.saved import arrow_units, hub_files, is_lines, parquet_units, refuse_utf16, saved_files
 from shards.errors import SourceError
 
 SUFFIXES = {
@@ -83,11 +83,6 @@ class Window(NamedTuple):
 
     source: int
     slices: tuple[Slice, ...]
-
-
-def resolve(config: BuildConfig) -> list[Source]:
-    """Find the files of a build; see `resolve_specs`."""
-    return resolve_specs(config.sources, config.records, config.source_records)
 
 
 def resolve_specs(
@@ -185,8 +180,8 @@ def check_unchanged(sources: Iterable[Source]) -> None:
 def _split_name(spec: str) -> tuple[str, str]:
     named = NAMED.fullmatch(spec)
     if named is None or os.path.exists(spec) or (MAGIC_CHARACTERS.search(spec) and glob.glob(spec)):
-        return UNNAMED, spec  # a path may hold '=', as Hive partitions do
-    return named[1], named[2]
+        return UNNAMED, os.path.expanduser(spec)  # a path may hold '=', as Hive partitions do
+    return named[1], os.path.expanduser(named[2])  # no shell expands a ~ behind an equals sign
 
 
 def _source(name: str, specs: list[str], options: RecordOptions) -> Source:
@@ -202,7 +197,7 @@ def _source(name: str, specs: list[str], options: RecordOptions) -> Source:
         skipped["empty"] = len(found) - len(filled)
     if not filled:
         what = f"{next(iter(found.values())).name}: empty file" if found else f"{specs[0]}: no files to read"
-        kinds = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(skipped.items()))
         left = f" ({kinds} left out)" if kinds and len(found) != 1 else ""
         raise SourceError(f"{what}{left}; expected at least one record. Check the SOURCE.")
     files = tuple(sorted(_distinct(filled), key=lambda file: (file.name, file.location)))
@@ -232,11 +227,10 @@ def _expand(spec: str, options: RecordOptions, skipped: dict[str, int]) -> list[
     if is_url(spec):
         return _expand_url(spec, options, skipped)
     if MAGIC_CHARACTERS.search(spec) and not os.path.exists(spec):
-        root = os.path.dirname(spec[: MAGIC_CHARACTERS.search(spec).start()])  # type: ignore[union-attr]
-        matches = sorted(glob.glob(spec, recursive=True))
+        root, matches = _above(spec) or ".", glob.glob(spec, recursive=True)
         directories = [] if "**" in spec else [path for path in matches if os.path.isdir(path)]
-        files = [_local(path, os.path.relpath(path, root or "."), options) for path in matches if os.path.isfile(path)]
-        return files + [file for path in directories for file in _expand_directory(path, root or ".", options, skipped)]
+        files = [_local(path, os.path.relpath(path, root), options) for path in matches if os.path.isfile(path)]
+        return files + [file for path in directories for file in _expand_directory(path, root, options, skipped)]
     if os.path.isdir(spec):
         return _expand_directory(spec, spec, options, skipped)
     if not os.path.exists(spec):
@@ -246,49 +240,51 @@ def _expand(spec: str, options: RecordOptions, skipped: dict[str, int]) -> list[
     return [_local(spec, os.path.basename(spec), options)]
 
 
-def _expand_directory(path: str, root: str, options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
-    """Return what a directory holds: a saved dataset, or the files of known formats below it.
+def _above(pattern: str) -> str:
+    """Return the directory above the first wildcard of a glob."""
+    return os.path.dirname(MAGIC_CHARACTERS.split(pattern, maxsplit=1)[0])
 
-    Text files count only where there are no others: a README beside Parquet files is no document.
-    """
+
+def _expand_directory(path: str, root: str, options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
+    """Return what a directory holds: a saved dataset, or the files of known formats below it."""
     saved = saved_files(path)
     if saved is not None:
         return [_file(os.path.relpath(location, root), location, "arrow") for location in saved]
-    found: list[tuple[str, str]] = []
-    for parent, folders, names in os.walk(path):
-        folders.sort()
-        found += [(os.path.join(parent, name), _format_of(name, options)[0] or "") for name in sorted(names)]
-    structured = any(kind not in ("", "text") for _, kind in found)
-    files = []
-    for location, kind in found:
-        base = os.path.basename(location)
-        if base.startswith(".") or not kind or (kind == "text" and structured and options.format is None):
-            reason = "hidden" if base.startswith(".") else Path(base).suffix or "without suffix"
-            skipped[reason] = skipped.get(reason, 0) + 1
-        else:
-            files.append(_local(location, os.path.relpath(location, root), options))
-    return files
+    found = [os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names]
+    return _choose([(location, os.path.relpath(location, root)) for location in found], options, skipped)
 
 
 def _expand_url(spec: str, options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
     filesystem, path = filesystem_of(spec)
-    scheme = spec.split("://", 1)[0]
     with reaching(spec):
         if MAGIC_CHARACTERS.search(path):
-            root, paths = os.path.dirname(path[: MAGIC_CHARACTERS.search(path).start()]), filesystem.glob(path)  # type: ignore[union-attr]
-        elif filesystem.isdir(path):
-            root, paths = path, filesystem.find(path)
+            root, paths = _above(path), filesystem.glob(path)
+        elif filesystem.isfile(path):
+            root, paths = os.path.dirname(path), [path]
         else:
-            root, paths = os.path.dirname(path), [path] if filesystem.exists(path) else []
+            root, paths = path, filesystem.find(path)
     if not paths:
         raise SourceError(f"{spec}: nothing there; expected a file or folder. Check the URL and the credentials.")
+    names = [path[len(root) :].lstrip("/") or os.path.basename(path) for path in paths]
+    found = list(zip(map(filesystem.unstrip_protocol, paths), names, strict=True))
+    return [_local(*found[0], options)] if len(found) == 1 else _choose(found, options, skipped)
+
+
+def _choose(found: list[tuple[str, str]], options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
+    """Return the files of known formats among (location, name), and count the others in `skipped`.
+
+    Text files count only where there are no others: a README beside Parquet files is no document.
+    """
+    kinds = [_format_of(location, options)[0] for location, _ in found]
+    structured = options.format is None and any(kind not in (None, "text") for kind in kinds)
     files = []
-    for found in sorted(paths):
-        name = found[len(root) :].lstrip("/") or os.path.basename(found)
-        if len(paths) > 1 and _format_of(found, options)[0] is None:
-            skipped[Path(found).suffix or "without suffix"] = skipped.get(Path(found).suffix or "without suffix", 0) + 1
-            continue
-        files.append(_local(f"{scheme}://{found.lstrip('/') if scheme != 'file' else found}", name, options))
+    for (location, name), kind in zip(found, kinds, strict=True):
+        hidden = any(part.startswith(".") for part in Path(name).parts)
+        if hidden or kind is None or (kind == "text" and structured):
+            reason = "hidden" if hidden else Path(name).suffix or "without suffix"
+            skipped[reason] = skipped.get(reason, 0) + 1
+        else:
+            files.append(_local(location, name, options))
     return files
 
 
@@ -321,8 +317,7 @@ def _file(name: str, location: str, kind: str, compression: str | None = None) -
     if size and compression is None and kind in ("jsonl", "json", "csv", "tsv", "text"):
         with open_source(location) as stream:
             head = stream.read(HEAD_BYTES)
-        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            raise SourceError(f"{name}: is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+        refuse_utf16(head, name)
         if kind == "json" and is_lines(head):
             kind = "jsonl"  # so named on the hub, and it can be cut
     units: tuple[int, ...] = ()

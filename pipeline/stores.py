@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.corpus_files import filesystem_of, is_url
 from shards.errors import PackError
 from shards.publish import STALE_S, LocalStore, Store
 
@@ -34,13 +35,7 @@ class RemoteStore:
 
     @cached_property
     def _target(self) -> tuple[Any, str]:
-        import fsspec
-
-        try:
-            filesystem, root = fsspec.core.url_to_fs(self.location)
-        except (ImportError, ValueError) as error:
-            raise PackError(f"--out {self.location}: {error}. Install what fsspec needs for this URL.") from error
-        return filesystem, root
+        return filesystem_of(self.location)
 
     def _path(self, name: str) -> str:
         return f"{self._target[1]}/{name}"
@@ -113,4 +108,4 @@ class RemoteStore:
 
 def open_store(out: str) -> Store:
     """Return the store that --out names."""
-    return RemoteStore(out) if "://" in out else LocalStore(out)
+    return RemoteStore(out) if is_url(out) else LocalStore(out)

@@ -16,7 +16,7 @@ from typing import IO, Any
 import orjson
 
 from pipeline.corpus_files import open_source, reaching
-from pipeline.saved import arrow_batches, ipc_batches, is_lines, reading_as
+from pipeline.saved import arrow_batches, ipc_batches, is_lines, reading_as, refuse_utf16
 from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError, counted
 
@@ -79,8 +79,7 @@ def _opened(file: SourceFile) -> Any:
 
 def _framed(file: SourceFile, source: Source, stream: IO[bytes]) -> Iterator[bytes]:
     head = stream.read(CHUNK_BYTES)
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise SourceError(f"{file.name}: is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+    refuse_utf16(head, file.name)
     head = head.removeprefix(b"\xef\xbb\xbf")
     chunks = _rest(head, stream)
     if file.format in ("parquet", "arrow"):

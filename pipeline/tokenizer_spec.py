@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from pipeline.hub import quiet_hub
-from shards.errors import TokenizerError
+from shards.errors import TokenizerError, reason_of
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -320,12 +320,6 @@ def _download(name: str) -> dict[str, bytes]:
         except (OSError, ValueError) as error:  # transport errors are OSError, a wrong name is ValueError
             raise _unknown(name, error) from None
     return files
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the first line of what a library says, fit for the middle of a sentence."""
-    line = str(error).strip().partition("\n")[0]
-    return line.rstrip(" .:") or type(error).__name__
 
 
 def _unknown(name: str, error: Exception) -> TokenizerError:

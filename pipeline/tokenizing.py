@@ -23,11 +23,10 @@ from pipeline.tokenizer_spec import (
     parse,
     plain_json,
     read_files,
-    reason_of,
     spec_from_files,
     unknown_id,
 )
-from shards.errors import TokenizerError
+from shards.errors import TokenizerError, reason_of
 
 Ids = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]

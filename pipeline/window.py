@@ -80,10 +80,10 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, stages: Sta
     reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
     trusted = not encoder.guard_failed
     limit = None if job.plan["packer"]["name"] == "wrapped" else job.plan["seq_len"]
-    documents, dropped = read_documents(reader, encoder, source, task.window, stages, tick, limit)
+    documents, dropped = read_documents(reader, encoder, task.window, stages, tick, limit)
     if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
         reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
-        documents, dropped = read_documents(reader, encoder, source, task.window, stages, tick, limit)
+        documents, dropped = read_documents(reader, encoder, task.window, stages, tick, limit)
     layout = layout_of(job.plan)
     packer = job.plan["packer"]
     counts = empty_counts()
@@ -139,7 +139,6 @@ def _rejected(entry: Rejected, window: int) -> dict[str, Any]:
 def read_documents(
     reader: WindowReader,
     encoder: Encoder,
-    source: Source,
     window: int,
     stages: Stages,
     tick: Tick,
@@ -149,6 +148,7 @@ def read_documents(
 
     With `seq_len` and the policy "error", the first document longer than that raises PackError.
     """
+    options = reader.source.options
     parts: list[Documents] = []
     dropped: dict[str, int] = {}
     reader.spent = stages.inside("read")
@@ -159,10 +159,10 @@ def read_documents(
         if batch is None:
             break
         with stages.time("tokenize"):
-            documents, drops = make_documents(batch, encoder, source.options, on_error="skip")
+            documents, drops = make_documents(batch, encoder, options, on_error="skip")
         for index, reason in documents.rejected:
             batch.reject(index, reason)
-        if source.options.overlong_policy == "error" and seq_len is not None:
+        if options.overlong_policy == "error" and seq_len is not None:
             _check_lengths(documents, batch, seq_len)
         for reason, number in drops.items():
             dropped[reason] = dropped.get(reason, 0) + number

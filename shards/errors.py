@@ -42,3 +42,8 @@ def counted(number: int, noun: str) -> str:
     """Return a number with its noun, as messages say it: "1 shard", "2,000 packs", "3 micro-batches"."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of what a library says, fit for the middle of a sentence."""
+    return str(error).strip().partition("\n")[0].rstrip(" .:") or type(error).__name__

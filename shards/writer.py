@@ -71,28 +71,27 @@ class Rows:
 
     def batches(self, layout: Layout, schema: pa.Schema, batch_tokens: int) -> list[pa.RecordBatch]:
         """Return the rows as record batches of about `batch_tokens` tokens, without copying token arrays."""
-        bucket = layout.buckets(self.attention_pairs, self.max_seqlen)
         # the row offsets of cu_seqlens run one ahead per row: its leading zero
         cu_offsets = self.segment_offsets + np.arange(len(self) + 1)
+        lists = {
+            "input_ids": (self.input_ids, self.token_offsets),
+            "position_ids": (self.position_ids, self.token_offsets),
+            "cu_seqlens": (self.cu_seqlens, cu_offsets),
+            "loss_mask": (self.loss_mask, self.token_offsets),
+            "doc_ids": (self.doc_ids, self.segment_offsets),
+            "doc_offsets": (self.doc_offsets, self.segment_offsets),
+        }
+        scalars = {
+            "max_seqlen": self.max_seqlen,
+            "num_targets": self.num_targets,
+            "attention_pairs": self.attention_pairs,
+            "bucket": layout.buckets(self.attention_pairs, self.max_seqlen),
+        }
         result = []
         first = 0
         while first < len(self):
             stop = int(np.searchsorted(self.token_offsets, self.token_offsets[first] + batch_tokens, side="right")) - 1
             stop = min(max(stop, first + 1), len(self))
-            lists: dict[str, tuple[Any, np.ndarray]] = {
-                "input_ids": (self.input_ids, self.token_offsets),
-                "position_ids": (self.position_ids, self.token_offsets),
-                "cu_seqlens": (self.cu_seqlens, cu_offsets),
-                "loss_mask": (self.loss_mask, self.token_offsets),
-                "doc_ids": (self.doc_ids, self.segment_offsets),
-                "doc_offsets": (self.doc_offsets, self.segment_offsets),
-            }
-            scalars = {
-                "max_seqlen": self.max_seqlen,
-                "num_targets": self.num_targets,
-                "attention_pairs": self.attention_pairs,
-                "bucket": bucket,
-            }
             arrays = [
                 _list_array(*lists[name], first, stop) if name in lists else _array(scalars[name][first:stop])
                 for name in schema.names

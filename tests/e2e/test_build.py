@@ -356,6 +356,14 @@ def test_numbers_and_nouns_agree_and_commands_can_be_pasted(tmp_path, tokenizer_
         build(config(path, tokenizer_dir, tmp_path / "none"))
 
 
+def test_a_tilde_behind_an_equals_sign_is_the_home_directory(tmp_path, tokenizer_dir, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "c.jsonl", ["x y z"])
+    done = run("build", "web=~/c.jsonl", "--tokenizer", tokenizer_dir, "--seq-len", "64", "--out=~/out", "--workers=1")
+    assert done.exit_code == 0, done.output
+    assert verify(tmp_path / "out").ok
+
+
 def test_too_many_bad_records_stop_the_build(tmp_path, tokenizer_dir):
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"text": "good"}\n' * 3 + b"{}\n")

@@ -7,7 +7,10 @@ import json
 import logging
 import os
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import fsspec
@@ -229,7 +232,16 @@ def test_offsets_beyond_32_bits_stay_exact():
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "README.md", "pic.png", ".hidden.jsonl", "sub/none"):
+    for name in (
+        "b.jsonl",
+        "a.jsonl",
+        "sub/c.jsonl",
+        "README.md",
+        "pic.png",
+        ".hidden.jsonl",
+        ".git/d.jsonl",
+        "sub/none",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(jsonl([name]))
     (tmp_path / "empty.jsonl").touch()
@@ -239,7 +251,7 @@ def tree(tmp_path: Path) -> Path:
 def test_a_directory_gives_its_known_files_in_order_and_counts_the_rest(tree):
     (source,) = resolve_specs([str(tree)], OPTIONS)
     assert [file.name for file in source.files] == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
-    assert source.skipped == {".md": 1, ".png": 1, "hidden": 1, "without suffix": 1, "empty": 1}
+    assert source.skipped == {".md": 1, ".png": 1, "hidden": 2, "without suffix": 1, "empty": 1}
 
 
 def test_text_files_count_where_a_directory_has_no_others(tmp_path):
@@ -519,6 +531,35 @@ def test_urls_are_read_through_fsspec(tmp_path, name):
             resolve_specs(["memory://bucket/none"], OPTIONS)
     finally:
         filesystem.rm("/bucket", recursive=True)
+
+
+def test_a_remote_folder_is_chosen_from_as_one_here(tree):
+    filesystem = fsspec.filesystem("memory")
+    for file in tree.rglob("*"):
+        if file.is_file():
+            filesystem.pipe_file(f"/bucket/{file.relative_to(tree)}", file.read_bytes())
+    try:
+        (remote,), (here,) = (resolve_specs([spec], OPTIONS) for spec in ("memory://bucket", str(tree)))
+        assert [file.name for file in remote.files] == [file.name for file in here.files]
+        assert remote.skipped == here.skipped
+    finally:
+        filesystem.rm("/bucket", recursive=True)
+
+
+def test_a_file_is_read_from_a_web_server(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["<a href='b.jsonl'>a link</a>"]))
+    handler = partial(QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        sources = resolve_specs([f"http://127.0.0.1:{server.server_port}/a.jsonl"], OPTIONS)
+        assert [file.name for file in sources[0].files] == ["a.jsonl"]
+        assert read_all(sources) == ["<a href='b.jsonl'>a link</a>"]
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 def test_an_unknown_kind_of_url_is_named():
