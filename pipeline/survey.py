@@ -104,7 +104,9 @@ def check_totals(totals: Record, sources: list[Source]) -> None:
         )
     if not documents["packed"]:
         names, why = ", ".join(source.name for source in sources), reasons(dropped)
+        too_long = "Raise --seq-len, or choose another --overlong."
+        remedy = too_long if "overlong" in dropped else "Check the files and the field names."
         raise PackError(
             f"{names}: no document to pack ({counted(documents['read'], 'record')} read{why and ': '}{why}); "
-            "expected at least one. Check the files and the field names."
+            f"expected at least one. {remedy}"
         )

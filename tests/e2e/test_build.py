@@ -383,6 +383,12 @@ def test_a_corpus_without_documents_is_an_error(tmp_path, tokenizer_dir, content
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_a_corpus_of_documents_that_are_all_too_long_says_what_to_do(tmp_path, tokenizer_dir):
+    path = write_jsonl(tmp_path / "c.jsonl", ["a long text of many words"] * 3)
+    with pytest.raises(PackError, match=r"no document to pack \(3 records read: overlong 3\).* Raise --seq-len, or"):
+        build(config(path, tokenizer_dir, tmp_path / "out", seq_len=4, records=RecordOptions(overlong="drop")))
+
+
 def test_an_unknown_tokenizer_or_source_is_one_line(tmp_path, tokenizer_dir):
     path = write_jsonl(tmp_path / "c.jsonl", ["x y z"])
     for source, tokenizer in ((path, tmp_path / "no"), (tmp_path / "no.jsonl", tokenizer_dir)):
