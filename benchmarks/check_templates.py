@@ -71,12 +71,12 @@ def _as_messages(record: dict[str, Any]) -> dict[str, Any]:
 
 def _taken(records: list[dict[str, Any]], encoder: Encoder, options: RecordOptions) -> str:
     """Return how many records gave a document, and why the others did not."""
-    batch = RecordBatch(records, np.arange(len(records)), 0, str, lambda index, reason: None)
-    documents, _ = make_documents(batch, encoder, options, on_error="skip")
-    causes = Counter(
-        next((cause for words, cause in REASONS.items() if words in reason), "bad record")
-        for _, reason in documents.rejected
-    )
+    causes: Counter[str] = Counter()
+
+    def reject(index: int, reason: str) -> None:
+        causes[next((cause for words, cause in REASONS.items() if words in reason), "bad record")] += 1
+
+    documents, _ = make_documents(RecordBatch(records, np.arange(len(records)), 0, str, reject), encoder, options)
     total = len(records)
     why = "".join(f"; {number:,} {cause}" for cause, number in causes.most_common())
     return f"all {total:,}" if not causes else f"{len(documents.indices):,} of {total:,}{why}"

@@ -186,18 +186,16 @@ def _read(sample: Sample, place: tuple[Slice, ...] | int, encoder: Encoder, dead
 def _add(sample: Sample, reader: WindowReader, encoder: Encoder, deadline: float) -> bool:
     late = False
     for batch in reader:
-        documents, drops = make_documents(batch, encoder, sample.source.options, on_error="skip")
+        documents, drops = make_documents(batch, encoder, sample.source.options)
         sample.lengths.append(np.diff(documents.offsets))
         sample.chunk_bytes.append(batch.raw_bytes)
         sample.empty += sum(drops.values())
-        for index, reason in documents.rejected:
-            batch.reject(index, reason)
         late = time.perf_counter() > deadline
         if late:
             break
     sample.rejected += len(reader.rejected)
     if reader.rejected and not sample.first_rejected:
-        sample.first_rejected = f"{reader.rejected[0].where}: {reader.rejected[0].reason}"
+        sample.first_rejected = str(reader.rejected[0])
     return not late
 
 

@@ -6,9 +6,9 @@ prompt and completion, as two texts or as messages. Documents without targets ar
 counts and drops them, so that their tokens stand in the balance.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,34 +41,30 @@ class Documents:
     "int32, flat: where turns end, in tokens from the document's beginning; the last is its length. For truncate-turns"
     turn_offsets: npt.NDArray[np.int64] | None = None
     "int64 (num_documents + 1,): where each document's turns begin in `turn_ends`"
-    rejected: list[tuple[int, str]] = field(default_factory=list)
-    "Record index and reason of each record that gave no document because of a fault."
 
 
-def make_documents(
-    batch: RecordBatch, encoder: Encoder, options: RecordOptions, *, on_error: Literal["fail", "skip"] = "fail"
-) -> tuple[Documents, dict[str, int]]:
+def make_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, dict[str, int]]:
     """Turn records into documents.
 
     Args:
-        batch: Texts (kind text) or whole records (kinds chat and instruction).
+        batch: Texts (kind text) or whole records (kinds chat and instruction). Its `reject` is called for a record of
+            the wrong form, or that its template cannot render.
         encoder: The tokenizer, made with the `parse_special` of the options.
         options: How a record becomes a document.
-        on_error: Whether a record that cannot become a document stops everything or is listed in `rejected`.
 
     Returns:
         The documents, and how many records gave none, by reason (empty).
 
     Raises:
-        SourceError: A record has the wrong form, or its template cannot render it, and `on_error` is fail.
         PackError: The options do not fit the tokenizer or the kind.
     """
     check_options(options, encoder.spec)
+    rejected = 0
     if options.kind == "text":
         documents = _text_documents(batch, encoder, options)
     else:
-        documents = _rendered_documents(batch, encoder, options, on_error)
-    empty = len(batch.values) - len(documents.indices) - len(documents.rejected)
+        documents, rejected = _rendered_documents(batch, encoder, options)
+    empty = len(batch.values) - len(documents.indices) - rejected
     return documents, {"empty": empty} if empty else {}
 
 
@@ -129,16 +125,16 @@ def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions
     return Documents(input_ids, None, offsets, batch.indices[kept])
 
 
-def _rendered_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions, on_error: str) -> Documents:
+def _rendered_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, int]:
+    """Return the documents, and how many records were rejected."""
     maker = _maker(encoder, options)
-    renderings, indices, rejected = [], [], []
+    renderings, indices, rejected = [], [], 0
     for record, index in zip(batch.values, batch.indices.tolist(), strict=True):
         try:
             rendering = maker.rendering(record)
         except SourceError as error:
-            if on_error == "fail":
-                raise SourceError(f"record {index}: {error}") from None
-            rejected.append((index, str(error)))
+            batch.reject(index, str(error))
+            rejected += 1
             continue
         if rendering is not None:
             renderings.append(rendering)
@@ -146,15 +142,15 @@ def _rendered_documents(batch: RecordBatch, encoder: Encoder, options: RecordOpt
     tokens = encode_renderings(renderings, _pieces(encoder))
     everything = all(rendering.targets is None for rendering in renderings)
     with_turns = options.overlong_policy == "truncate-turns"
-    return Documents(
+    documents = Documents(
         tokens.input_ids,
         None if everything else tokens.loss_mask,
         tokens.offsets,
         np.array(indices, np.int64),
         tokens.turn_ends if with_turns else None,
         tokens.turn_offsets if with_turns else None,
-        rejected,
     )
+    return documents, rejected
 
 
 def _text_suffix(spec: TokenizerSpec, options: RecordOptions) -> list[int]:

@@ -42,6 +42,10 @@ class Rejected:
     raw: str
     "The record as it stands in the file; cut off beyond KEPT_CHARS, or where a window has very many."
 
+    def __str__(self) -> str:
+        """Return place and fault, to stand inside a sentence."""
+        return f"{self.where}: {self.reason.removesuffix('.')}"
+
 
 class Span(NamedTuple):
     """Which records of a window came from which slice."""

@@ -57,7 +57,7 @@ def sample_documents(
         if enough(len(segments), tokens):
             break
     if not segments:
-        first = f" The first bad record: {rejected[0].where}: {rejected[0].reason}." if rejected else ""
+        first = f" The first bad record: {rejected[0]}." if rejected else ""
         raise PackError(f"{', '.join(specs)}: no text to read; expected documents.{first or ' Check the files.'}")
     random.Random(seed).shuffle(segments)
     return segments
@@ -79,7 +79,7 @@ def _documents(
     for group in (readers, streams):
         for reader in group:
             for batch in reader:
-                made, _ = make_documents(batch, encoder, options, on_error="skip")
+                made, _ = make_documents(batch, encoder, options)
                 yield from np.split(made.input_ids, made.offsets[1:-1])
             rejected += reader.rejected
 

@@ -29,7 +29,7 @@ class Tally:
     def add(self, counts: Record, rejected: Sequence[Record] = ()) -> None:
         """Count a window; stop early where far too many records are bad."""
         if rejected and not self.example:
-            self.example = f" (the first: {rejected[0]['where']}: {rejected[0]['reason']})"
+            self.example = f" (the first: {rejected[0]['where']}: {rejected[0]['reason'].removesuffix('.')})"
         self.read += counts["documents"]["read"]
         self.rejected += counts["documents"]["dropped"].get("rejected", 0)
         if self.read >= SETTLED:

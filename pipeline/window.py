@@ -159,9 +159,7 @@ def read_documents(
         if batch is None:
             break
         with stages.time("tokenize"):
-            documents, drops = make_documents(batch, encoder, options, on_error="skip")
-        for index, reason in documents.rejected:
-            batch.reject(index, reason)
+            documents, drops = make_documents(batch, encoder, options)
         if options.overlong_policy == "error" and seq_len is not None:
             _check_lengths(documents, batch, seq_len)
         for reason, number in drops.items():

@@ -82,9 +82,13 @@ def full(tokenizer_dir: str) -> Tokenizer:
     return Tokenizer.from_file(f"{tokenizer_dir}/tokenizer.json")
 
 
+def refuse(index: int, reason: str) -> None:
+    raise AssertionError(f"record {index}: {reason}")
+
+
 def packed_pairs(encoder: Encoder, records: list[Any], options: RecordOptions, packer: str, seed: int) -> Pairs:
     """Take records through documents, cutting, packing and gathering, and read the pairs off the packs."""
-    batch = RecordBatch(records, np.arange(len(records)), 0, str, lambda index, reason: None)
+    batch = RecordBatch(records, np.arange(len(records)), 0, str, refuse)
     documents, _ = make_documents(batch, encoder, options)
     mask = np.ones(len(documents.input_ids), np.uint8) if documents.loss_mask is None else documents.loss_mask
     window = WindowTokens(documents.input_ids, mask, documents.offsets, documents.indices)

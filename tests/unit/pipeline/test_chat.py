@@ -1,5 +1,6 @@
 """Conversations: each template trap, its text written out by hand, its answers located in that text."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,13 @@ def full(tokenizer_dir: str) -> Tokenizer:
     return Tokenizer.from_file(f"{tokenizer_dir}/tokenizer.json")
 
 
-def batch(values: list[Any]) -> RecordBatch:
-    return RecordBatch(values, np.arange(len(values)), 0, str, lambda index, reason: None)
+def refuse(index: int, reason: str) -> None:
+    """Stop at a bad record, as a build does unless it is told to skip."""
+    raise SourceError(f"record {index}: {reason}")
+
+
+def batch(values: list[Any], reject: Callable[[int, str], None] = refuse) -> RecordBatch:
+    return RecordBatch(values, np.arange(len(values)), 0, str, reject)
 
 
 def make(encoder: Encoder, records: list[Any], template: str | None = None, **options: Any) -> Documents:
@@ -476,9 +482,11 @@ def test_bad_records_can_be_listed_instead(encoder, full):
     records = [{"messages": [ASK, AGAIN]}, {"messages": []}, {"messages": [ASK, REPLY]}]
     template = (TEMPLATES / "instruct.jinja").read_text(encoding="utf-8")
     options = RecordOptions(kind="chat", chat_template=template)
-    documents, drops = make_documents(batch(records), encoder, options, on_error="skip")
+    rejected = {}
+    documents, drops = make_documents(batch(records, rejected.__setitem__), encoder, options)
     assert documents.indices.tolist() == [2]
-    assert [index for index, _ in documents.rejected] == [0]
+    assert list(rejected) == [0]
+    assert rejected[0].startswith("the chat template refuses it (roles must alternate)")
     assert drops == {"empty": 1}
 
 

@@ -39,8 +39,13 @@ def full(tokenizer_dir: str) -> Tokenizer:
     return Tokenizer.from_file(f"{tokenizer_dir}/tokenizer.json")
 
 
+def refuse(index: int, reason: str) -> None:
+    """Stop at a bad record, as a build does unless it is told to skip."""
+    raise SourceError(f"record {index}: {reason}")
+
+
 def make(encoder: Encoder, values: list[Any], kind: str = "text", **options: Any) -> tuple[Documents, dict[str, int]]:
-    batch = RecordBatch(values, np.arange(len(values)) * 2, 0, str, lambda index, reason: None)
+    batch = RecordBatch(values, np.arange(len(values)) * 2, 0, str, refuse)
     return make_documents(batch, encoder, RecordOptions(kind=kind, **options))
 
 

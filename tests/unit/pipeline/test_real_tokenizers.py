@@ -54,11 +54,15 @@ def render(encoder, messages):
     return render_jinja_template([messages], chat_template=spec.chat_template, **spec.special_tokens)[0][0]
 
 
+def refuse(index: int, reason: str) -> None:
+    raise SourceError(f"record {index}: {reason}")
+
+
 @pytest.mark.parametrize("talk", TALKS, ids=["one turn", "two turns"])
 def test_a_conversation_gives_the_ids_of_the_whole_text_and_an_exact_mask(encoder, full, talk):
     if encoder.spec.chat_template is None:
         pytest.skip("no chat template")
-    batch = RecordBatch([{"messages": talk}], np.arange(1), 0, str, lambda index, reason: None)
+    batch = RecordBatch([{"messages": talk}], np.arange(1), 0, str, refuse)
     options = RecordOptions(kind="chat", add_eos=False)
     text = render(encoder, talk)
     if not text.startswith(render(encoder, talk[:2])):
