@@ -8,11 +8,12 @@ follow one largest-deficit sequence per epoch; each source's own permutations ru
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from shards.errors import PackError
+from shards.reader import Index
 
 PAIRS_PER_TOKEN = 12288
 "Attention pairs that take as long as everything else of one token: cost = L + L^2 / 24576 (a model of about 1B)."
@@ -20,17 +21,6 @@ ORDERS = ("shuffled", "cost-grouped")
 LAST_STEPS = ("drop", "pad")
 MIX_BY = ("tokens", "targets", "packs")
 MIX_STOPS = ("first", "longest")
-
-
-class Index(Protocol):
-    """The figures per pack that ordering needs; arrays of shape (num_packs,), as `Dataset.index` holds them."""
-
-    @property
-    def num_tokens(self) -> np.ndarray: ...
-    @property
-    def num_targets(self) -> np.ndarray: ...
-    @property
-    def attention_pairs(self) -> np.ndarray: ...
 
 
 def pack_costs(num_tokens: np.ndarray, attention_pairs: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -74,9 +75,7 @@ class Shard:
                 f"{path}: is not a readable Arrow stream (rule F4). Restore it, or build again.", "F4"
             ) from error
         self.batches = [_views(batch, path) for batch in arrow]
-        self.starts = [0]
-        for batch in arrow:
-            self.starts.append(self.starts[-1] + batch.num_rows)
+        self.starts: list[int] = list(accumulate((batch.num_rows for batch in arrow), initial=0))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -191,9 +190,7 @@ class Dataset:
         self._shards = self.manifest["shards"]
         for record in self._shards:
             check_size(self.path / record["file"], record["bytes"])
-        self._starts = [0]
-        for record in self._shards:
-            self._starts.append(self._starts[-1] + record["rows"])
+        self._starts: list[int] = list(accumulate((record["rows"] for record in self._shards), initial=0))
         table = read_index(self.path, self.manifest["index"])
         self.index = Index(**{name: table.column(name).to_numpy() for name in INDEX_SCHEMA.names})
         self._maps: OrderedDict[int, Shard] = OrderedDict()

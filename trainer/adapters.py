@@ -12,16 +12,12 @@ from shards.errors import PackError
 from trainer.config import TrainConfig
 
 
-def freeze(model: nn.Module, patterns: tuple[str, ...]) -> int:
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """Freeze the parameters whose names match any shell pattern.
-
-    Returns:
-        The number of parameters (elements) frozen.
 
     Raises:
         PackError: A pattern matches nothing.
     """
-    frozen = 0
     for pattern in patterns:
         matches = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
         if not matches:
@@ -30,9 +26,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> int:
                 f"--freeze: {pattern!r} matches no parameter; names look like {first!r}. Check the pattern."
             )
         for parameter in matches:
-            frozen += parameter.numel() if parameter.requires_grad else 0
             parameter.requires_grad_(False)
-    return frozen
 
 
 def add_adapters(model: Any, config: TrainConfig) -> Any:

@@ -10,6 +10,7 @@ match its hashes is skipped with a message. Only trained parameters are kept; fr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -218,11 +219,8 @@ def _set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None
 
 
 def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _sync(path: Path) -> None:

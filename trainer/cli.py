@@ -109,7 +109,6 @@ def train(as_json: bool, **flags: Any) -> None:
     """
     flags["mix"] = _parse_mix(flags["mix"])
     flags["lora_targets"] = tuple(filter(None, flags["lora_targets"].split(",")))
-    flags["freeze"] = tuple(flags["freeze"])
     config = TrainConfig(**flags)
     _wait_idly()
     from transformers.utils import logging

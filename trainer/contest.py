@@ -13,6 +13,7 @@ from trainer.loader import window_pairs
 from trainer.measuring import Bench, Figures, Work, disagreements, summarize
 from trainer.metrics import Cost, cost_of, peak_flops
 from trainer.models import LoadedModel
+from trainer.references import Flattened
 from trainer.strategies import Cannot, Sizes, StepPacks, Strategy, make_strategies
 
 BASELINE = "padded-longest"
@@ -113,8 +114,6 @@ def _cpu_name() -> str:
 
 def _leak(strategy: Strategy, bench: Bench, work: Work, threshold: float) -> list[str]:
     """Show what a reference computes where `use_cache` is left as the model has it."""
-    from trainer.references import Flattened
-
     if not isinstance(strategy, Flattened):
         return []
     most = max(range(len(work.steps)), key=lambda k: len(work.steps[k].documents) / len(work.steps[k].packs))

@@ -66,6 +66,11 @@ class ModelReport:
     "Why no segment may be longer than `max_positions`; None where longer ones are merely untrained."
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def widest(self) -> Needs:
+        """What the widest heads of an accepted model need: a backend that serves them serves all."""
+        return max(self.needs, key=lambda each: max(each.head_dim, each.value_dim))
+
     def text(self) -> str:
         """Return the report for a person to read."""
         if not self.accepted:

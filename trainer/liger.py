@@ -13,15 +13,6 @@ from torch import Tensor
 
 from shards.errors import ModelError
 
-LIGER_MODES = ("auto", "on", "off")
-
-
-def missing(device: torch.device) -> str | None:
-    """Return why liger-kernel cannot be used on a device, or None."""
-    if device.type != "cuda":
-        return f"liger kernels run on CUDA devices only, the model is on {device.type}"
-    return None if importlib.util.find_spec("liger_kernel") else "liger-kernel is not installed"
-
 
 def replace_layers(model: Any, mode: str, device: torch.device) -> list[str]:
     """Put liger's norms, rotary embeddings and feed-forward layers into a model, in place.
@@ -34,8 +25,11 @@ def replace_layers(model: Any, mode: str, device: torch.device) -> list[str]:
     """
     if mode == "off":
         return []
-    reason = missing(device)
-    if reason is None:
+    if device.type != "cuda":
+        reason = f"liger kernels run on CUDA devices only, the model is on {device.type}"
+    elif not importlib.util.find_spec("liger_kernel"):
+        reason = "liger-kernel is not installed"
+    else:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
         if model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN:

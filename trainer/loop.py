@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -87,11 +86,11 @@ def optimize(run: Run) -> None:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; the step at hand was finished and saved.
     """
     config, window = run.config, Window(torch.zeros((), device=run.world.device))
-    with closing(run.loader.forever()) as batches, profiler(run) as profile, Interrupt(run.world) as interrupt:
+    with closing(run.loader.forever()) as batches, profiler(run) as note_step, Interrupt(run.world) as interrupt:
         while run.step < run.num_steps:
             norm, rate = take_step(run, batches, window)
             run.step += 1
-            profile.step()
+            note_step()
             log_now = run.due(config.log_every) or run.step == 1
             save_now, evaluate_now = run.due(config.save_every), run.held_out is not None and run.due(config.eval_every)
             if log_now or save_now or evaluate_now or run.world.device.type == "cpu":
@@ -230,21 +229,17 @@ def stop_if_not_finite(run: Run) -> None:
     )
 
 
-def profiler(run: Run) -> AbstractContextManager[Any]:
-    """Return a context that writes a trace of steps 3 to 5 of this attempt, or one that does nothing."""
+@contextmanager
+def profiler(run: Run) -> Iterator[Callable[[], None]]:
+    """Yield what to call after each step: steps 3 to 5 of this attempt are traced where the run asks for it."""
     if not (run.config.profile and run.world.is_main):
-        return nullcontext(NoProfile())
+        yield lambda: None
+        return
     folder = Path(run.config.out) / "profile"
     folder.mkdir(exist_ok=True)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler prints marks of its own on the terminal
-    return torch.profiler.profile(
+    with torch.profiler.profile(
         schedule=torch.profiler.schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / "trace.json")),
-    )
-
-
-class NoProfile:
-    """Stands in for the profiler."""
-
-    def step(self) -> None:
-        """Do nothing."""
+    ) as profile:
+        yield profile.step

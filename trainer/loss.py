@@ -20,10 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shards.errors import ModelError
 from trainer.attention import BACKEND_KEYWORD
+from trainer.batch import IGNORED
 from trainer.liger import fused_cross_entropy
-
-IGNORED = -100
-WEIGHTINGS = ("token", "document")
 
 
 def _chunk_rows(vocab_size: int, device: torch.device) -> int:
@@ -135,15 +133,6 @@ def linear_cross_entropy(
         return apply(hidden, weight, bias, labels, weights, z_loss, dtype, with_grads)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None, z_loss: float = 0.0) -> Tensor:
-    """Sum token losses of logits (T, V) in fp32; other arguments and result as for `linear_cross_entropy`."""
-    logits = logits.float()
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-    if z_loss:
-        losses = losses + z_loss * torch.logsumexp(logits, dim=1).square() * (labels != IGNORED)
-    return losses.sum() if weights is None else torch.dot(losses, weights)
-
-
 def chunked_cross_entropy(
     logits_of: Callable[[Tensor], Tensor],
     inputs: Tensor,
@@ -162,7 +151,11 @@ def chunked_cross_entropy(
     """
 
     def chunk_loss(chunk: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        return cross_entropy(logits_of(chunk), labels, weights, z_loss)
+        logits = logits_of(chunk).float()
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        if z_loss:
+            losses = losses + z_loss * torch.logsumexp(logits, dim=1).square() * (labels != IGNORED)
+        return losses.sum() if weights is None else torch.dot(losses, weights)
 
     rows = _chunk_rows(vocab_size, labels.device)
     losses = []
@@ -238,41 +231,33 @@ class PackedLM(nn.Module):
 
         Args:
             batch: `input_ids`, `position_ids`, `shift_labels` int64 (1, T), `cu_seqlens` int32 (n + 1,), `max_seqlen`
-                int. Or a rectangle (R, P) of right-padded rows, one segment each, the last three optional.
+                int. Or the same of a rectangle (R, P) of right-padded rows, one segment each.
             divisor: Targets (weighted by document: segments with targets) of the whole step on all ranks.
 
         Raises:
             ModelError: Packed rows for a model on native attention.
         """
-        rows, width = batch["input_ids"].shape
         labels = batch["shift_labels"].flatten()
-        cu_seqlens = batch.get("cu_seqlens")
-        if cu_seqlens is None:
-            cu_seqlens = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=labels.device)
-        weights = document_weights(labels, cu_seqlens) if self.weighting == "document" else None
-        inputs = self._native_inputs(batch, cu_seqlens) if self.backend is None else self._inputs(batch, cu_seqlens)
+        weights = document_weights(labels, batch["cu_seqlens"]) if self.weighting == "document" else None
+        inputs = self._native_inputs(batch) if self.backend is None else self._inputs(batch)
         return self._summed_loss(inputs, labels, weights) / divisor
 
-    def _inputs(self, batch: Mapping[str, Any], cu_seqlens: Tensor) -> dict[str, Any]:
-        ids, positions = batch["input_ids"], batch.get("position_ids")
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        longest = batch.get("max_seqlen", ids.shape[1])
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "input_ids": ids.reshape(1, -1),
-            "position_ids": positions.reshape(1, -1),
-            "cu_seq_lens_q": cu_seqlens,
-            "cu_seq_lens_k": cu_seqlens,
-            "max_length_q": longest,
-            "max_length_k": longest,
+            "input_ids": batch["input_ids"].reshape(1, -1),
+            "position_ids": batch["position_ids"].reshape(1, -1),
+            "cu_seq_lens_q": batch["cu_seqlens"],
+            "cu_seq_lens_k": batch["cu_seqlens"],
+            "max_length_q": batch["max_seqlen"],
+            "max_length_k": batch["max_seqlen"],
             BACKEND_KEYWORD: self.backend,
         }
 
-    def _native_inputs(self, batch: Mapping[str, Any], cu_seqlens: Tensor) -> dict[str, Any]:
-        ids = batch["input_ids"]
-        if len(cu_seqlens) - 1 > len(ids):
+    def _native_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        ids, segments = batch["input_ids"], len(batch["cu_seqlens"]) - 1
+        if segments > len(ids):
             raise ModelError(
-                f"native attention: {len(cu_seqlens) - 1} segments in {len(ids)} rows would see each other; expected "
+                f"native attention: {segments} segments in {len(ids)} rows would see each other; expected "
                 "one in a row. Use a bucketed dataset"
             )
         # No mask: padding is on the right, where causal attention does not look, and has no target.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shards.errors import ModelError
-from trainer.attention import IMPLEMENTATION, Needs, pick_backend, register
+from trainer.attention import IMPLEMENTATION, pick_backend, register
 from trainer.guard import ModelReport, inspect_model, positions_of, refusal, sees_ahead
 from trainer.liger import replace_layers
 
@@ -43,7 +43,8 @@ def load_config(name: str) -> Any:
     from transformers import AutoConfig
 
     path = Path(name)
-    if path.is_absolute() and not path.exists():  # else taken for a name on the hub
+    local = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or path.suffix == ".json"
+    if local and not path.exists():  # else taken for a name on the hub
         raise ModelError(f"{name}: no such file or directory. Check the path")
     try:
         if path.suffix == ".json":
@@ -131,7 +132,7 @@ def load_model(
         notes += replace_layers(model, liger, device)
         report = inspect_model(model, name)
     if report.accepted:
-        needs = replace(_widest(report.needs), dtype=compute_dtype or dtype)
+        needs = replace(report.widest, dtype=compute_dtype or dtype)
         backend, lines = pick_backend(attention, needs, prove=True)
         return LoadedModel(model=model.train(), backend=backend, report=report, notes=[*notes, *lines, *report.notes])
     if packed:
@@ -148,10 +149,6 @@ def load_model(
     report.max_positions, report.position_limit = positions_of(model)
     note = f"rows hold one document each and run on native attention: the model {report.reason}"
     return LoadedModel(model=model.train(), backend=None, report=report, notes=[note])
-
-
-def _widest(needs: list[Needs]) -> Needs:
-    return max(needs, key=lambda each: max(each.head_dim, each.value_dim))
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -8,7 +8,6 @@ needs none. `references.py` has those of other projects. A new strategy is an en
 """
 
 import importlib.util
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +22,6 @@ from trainer.batch import Batch, HostBuffers, Pack, Shape
 from trainer.loss import PackedLM
 from trainer.models import LoadedModel
 
-BUFFERS = 3  # in turn, so that filling one waits for no copy
 ROUND_TO = 8  # tokens: tensor cores want it, and the padding is small
 
 
@@ -92,34 +90,34 @@ class HostFed:
 
     Args:
         name: What it is called.
-        model: What to train.
-        lm: Its loss.
-        attention: Attention implementation that transformers shall use.
+        loaded: The model to train.
         cut: Divides a step's documents.
+        backend: Key of `ATTENTION_BACKENDS` for packed rows; None for native attention.
+        loss: What makes the loss of a micro-batch.
     """
 
     def __init__(
-        self, name: str, model: Any, lm: PackedLM, attention: str, cut: Callable[[StepPacks], list[MicroBatch]]
+        self,
+        name: str,
+        loaded: LoadedModel,
+        cut: Callable[[StepPacks], list[MicroBatch]],
+        backend: str | None = None,
+        loss: type[PackedLM] = PackedLM,
     ) -> None:
-        self.name, self.cut = name, cut
-        self._model, self._lm, self._attention = model, lm, attention
-        self._device = next(model.parameters()).device
-        self._buffers: deque[HostBuffers] = deque()
+        self.name, self.cut, self._model = name, cut, loaded.model
+        self._lm = loss(loaded.model, backend=backend, plain_head=loaded.report.plain_head).eval()
+        self._attention = IMPLEMENTATION if backend else native_attention(loaded.model)
+        self._device = next(loaded.model.parameters()).device
 
     def collate(self, micro: MicroBatch) -> Batch:
         """Copy rows into host buffers and on to the device; int64 (rows, width), or (1, T) end to end."""
         padded = micro.shape.row_len
         slots = sum(padded or len(ids) for ids, *_ in micro.rows)
         segments = sum(len(cu) for *_, cu in micro.rows)
-        buffers = self._buffers.popleft() if len(self._buffers) == BUFFERS else None
-        if buffers is None or len(buffers.ids) < slots or len(buffers.cu) < segments + 2:
-            ids, positions, *_ = micro.rows[0]
-            pin = self._device.type == "cuda"
-            buffers = HostBuffers(2 * slots, 2 * segments, ids.dtype, positions.dtype, pin)
-        if buffers.copied is not None:
-            buffers.copied.synchronize()
+        ids, positions, *_ = micro.rows[0]
+        # torch keeps pinned memory for the next batch, and hands it out again when the copy from it is done
+        buffers = HostBuffers(slots, segments, ids.dtype, positions.dtype, pin=self._device.type == "cuda")
         buffers.fill(micro.rows, max(int(np.diff(cu).max()) for *_, cu in micro.rows), micro.shape)
-        self._buffers.append(buffers)
         batch = buffers.to_device(self._device, 1 if padded is None else len(micro.rows))
         return batch | {"num_tokens": sum(len(ids) for ids, *_ in micro.rows)}
 
@@ -134,7 +132,7 @@ class HostFed:
 class DenseLM(PackedLM):
     """Several documents in a row, kept apart by a mask of all pairs, on native attention."""
 
-    def _native_inputs(self, batch: Mapping[str, Any], cu_seqlens: Tensor) -> dict[str, Any]:
+    def _native_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         positions: Tensor = batch["position_ids"]
         document = (positions == 0).cumsum(1)
         causal = torch.ones(2 * positions.shape[1:], dtype=torch.bool, device=positions.device).tril()
@@ -206,8 +204,7 @@ def _rectangles(
     if cut is cut_padded_max and limit and sizes.seq_len > limit:
         yield Cannot(name, f"rows of {sizes.seq_len} tokens, the model has {limit} positions")
         return
-    lm = PackedLM(loaded.model, backend=None, plain_head=loaded.report.plain_head)
-    yield HostFed(name, loaded.model, lm.eval(), native_attention(loaded.model), lambda step: cut(step, sizes))
+    yield HostFed(name, loaded, lambda step: cut(step, sizes))
 
 
 def _dense(name: str, loaded: LoadedModel, sizes: Sizes) -> Iterator[Strategy | Cannot]:
@@ -216,10 +213,7 @@ def _dense(name: str, loaded: LoadedModel, sizes: Sizes) -> Iterator[Strategy | 
     elif loaded.report.windows:
         yield Cannot(name, "one dense mask for all layers would drop the model's sliding window")
     else:
-        lm = DenseLM(loaded.model, backend=None, plain_head=loaded.report.plain_head)
-        yield HostFed(
-            name, loaded.model, lm.eval(), native_attention(loaded.model), lambda step: cut_dense(step, sizes)
-        )
+        yield HostFed(name, loaded, lambda step: cut_dense(step, sizes), loss=DenseLM)
 
 
 def _varlen(name: str, loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype) -> Iterator[Strategy | Cannot]:
@@ -227,7 +221,7 @@ def _varlen(name: str, loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype) ->
     if reason := _cannot_pack(loaded):
         yield Cannot(name, reason)
         return
-    needs = replace(max(loaded.report.needs, key=lambda each: max(each.head_dim, each.value_dim)), dtype=dtype)
+    needs = replace(loaded.report.widest, dtype=dtype)
     for key, backend in ATTENTION_BACKENDS.items():
         if backend.can(needs) is not None or (key == "cpu" and needs.device.type == "cuda"):
             continue  # the segment loop is for machines without kernels
@@ -236,8 +230,7 @@ def _varlen(name: str, loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype) ->
         except ModelError as error:
             yield Cannot(f"{name} ({key})", str(error))
             continue
-        lm = PackedLM(loaded.model, backend=key, plain_head=loaded.report.plain_head)
-        yield HostFed(f"{name} ({key})", loaded.model, lm.eval(), IMPLEMENTATION, lambda step: cut_varlen(step, sizes))
+        yield HostFed(f"{name} ({key})", loaded, lambda step: cut_varlen(step, sizes), backend=key)
 
 
 def _cannot_pack(loaded: LoadedModel) -> str | None:

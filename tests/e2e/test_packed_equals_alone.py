@@ -148,7 +148,10 @@ def test_a_rectangle_of_right_padded_rows_equals_the_documents_alone(model: Any,
     for row, part in enumerate(documents_of(batch)):
         ids[row, : part.stop - part.start] = batch["input_ids"][0, part]
         labels[row, : part.stop - part.start] = batch["shift_labels"][0, part]
-    rectangle = {"input_ids": ids, "shift_labels": labels}
+    rectangle = {
+        "input_ids": ids, "position_ids": torch.arange(width).expand_as(ids), "shift_labels": labels,
+        "cu_seqlens": torch.arange(0, ids.numel() + 1, width, dtype=torch.int32), "max_seqlen": width,
+    }  # fmt: skip
     expected = losses_alone(model, batch).sum()
     torch.testing.assert_close(
         PackedLM(model, backend="cpu", plain_head=True)(rectangle), expected, rtol=1e-5, atol=1e-5

@@ -125,7 +125,7 @@ class Greedy(HostFed):
 def test_running_out_of_memory_is_a_row(corpus, model_config, monkeypatch, capsys):
     def greedy(name, loaded, sizes, dtype):
         made = next(STRATEGIES["packed-varlen"](name, loaded, sizes, dtype))
-        yield Greedy(name, loaded.model, made._lm, made._attention, made.cut)
+        yield Greedy(name, loaded, made.cut, backend="cpu")
 
     monkeypatch.setitem(STRATEGIES, "greedy", greedy)
     result = bench(corpus[1], model_config(), steps=1, strategies=("padded-longest", "greedy", "packed-varlen"))
@@ -143,13 +143,11 @@ def test_another_fault_is_not_taken_for_memory(corpus, model_config, monkeypatch
 
 def test_a_strategy_that_leaks_is_shown_loudly(corpus, model_config, monkeypatch, capsys):
     def leaky(name, loaded, sizes, dtype):
-        made = next(STRATEGIES["packed-varlen"](name, loaded, sizes, dtype))
-
         def cut(step):
             rows = [(*row[:3], row[3][[0, -1]]) for row in step.packs]  # boundaries inside rows forgotten
             return [MicroBatch([row], Shape()) for row in rows]
 
-        yield HostFed(name, loaded.model, made._lm, made._attention, cut)
+        yield HostFed(name, loaded, cut, backend="cpu")
 
     monkeypatch.setitem(STRATEGIES, "leaky", leaky)
     result = bench(corpus[1], model_config(), steps=2, strategies=("padded-longest", "packed-varlen", "leaky"))

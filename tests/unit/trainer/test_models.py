@@ -184,6 +184,12 @@ def test_ligers_layers_need_a_gpu(config: Write) -> None:
         load_model(config("llama"), liger="on")
 
 
+@pytest.mark.parametrize("name", ["./absent", "../absent", "runs/first/absent", "~/absent", "absent/config.json"])
+def test_a_path_that_leads_nowhere_is_not_looked_up_on_the_hub(name: str) -> None:
+    with pytest.raises(ModelError, match=f"^{name}: no such file or directory. Check the path"):
+        load_config(name)
+
+
 @pytest.mark.parametrize("model_type", ["bloom", "mamba"])
 def test_a_refused_model_still_trains_on_rectangles(model_type: str, config: Write) -> None:
     torch.manual_seed(0)
@@ -200,7 +206,8 @@ def test_a_refused_model_still_trains_on_rectangles(model_type: str, config: Wri
         labels[row, : length - 1] = ids[row, 1:length]
         logits = loaded.model(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0, :-1]
         alone += nn.functional.cross_entropy(logits, ids[row, 1:length], reduction="sum")
-    torch.testing.assert_close(packed({"input_ids": ids, "shift_labels": labels}), alone, rtol=1e-4, atol=1e-4)
+    rectangle = {"input_ids": ids, "shift_labels": labels, "cu_seqlens": torch.tensor([0, 9, 18], dtype=torch.int32)}
+    torch.testing.assert_close(packed(rectangle), alone, rtol=1e-4, atol=1e-4)
 
 
 def test_a_checkpoint_with_missing_weights_is_refused(config: Write, tmp_path: Path) -> None:

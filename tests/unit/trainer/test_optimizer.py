@@ -73,8 +73,9 @@ def test_clipping_scales_all_gradients_by_one_factor():
 
 def test_freezing_is_by_pattern_and_a_pattern_without_match_is_refused(model_config):
     model = load_model(model_config()).model
-    assert freeze(model, ("model.embed_tokens.*", "*.layers.0.*")) > 0
+    freeze(model, ("model.embed_tokens.*", "*.layers.0.*"))
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen
     assert frozen == {n for n, _ in model.named_parameters() if "embed_tokens" in n or ".layers.0." in n}
     with pytest.raises(PackError, match="matches no parameter"):
         freeze(model, ("encoder.*",))
