@@ -20,14 +20,13 @@ from pipeline.documents import make_documents
 from pipeline.model_shape import DEFAULT_SHAPE, ModelShape, load_shape
 from pipeline.packing import PACKERS
 from pipeline.records import WindowReader
-from pipeline.sources import Slice, Source, cut_windows, enumerate_streams, resolve_specs
-from pipeline.streams import stream_parts
+from pipeline.sampling import CHUNK_BYTES, Place, chunk_readers
+from pipeline.sources import Source, cut_windows, enumerate_streams, resolve_specs
 from pipeline.tokenizing import Encoder
 from pipeline.wording import percent
 from shards.errors import PackError, counted
 
 SEQ_LENS = tuple(1 << k for k in range(10, 18))
-CHUNK_BYTES = 256 << 10
 MOST_CHUNKS = 20_000  # of a corpus; larger corpora get larger chunks
 FEW_CUT = 0.01  # share of documents that may be cut where a smaller seq_len is worth it
 FULL = 0.98
@@ -150,13 +149,12 @@ def plan(
 
 
 def draw(sources: list[Source], encoder: Encoder, seconds: float, seed: int) -> list[Sample]:
-    """Read chunks at random places until the time is up; of every source at least one."""
+    """Read chunks at random places, and streamed files part by part, until the time is up; some of every source."""
     sizes = [[file.bytes for file in source.files] for source in sources]
     totals = [None if any(size is None for size in each) else sum(size or 0 for size in each) for each in sizes]
     samples = [Sample(source, total) for source, total in zip(sources, totals, strict=True)]
     windows, _ = cut_windows(sources, max(CHUNK_BYTES, sum(total or 0 for total in totals) // MOST_CHUNKS))
-    tasks: list[tuple[int, tuple[Slice, ...] | int]] = [(window.source, window.slices) for window in windows]
-    tasks += enumerate_streams(sources)
+    tasks: list[Place] = [*windows, *enumerate_streams(sources)]
     random.Random(seed).shuffle(tasks)
     heads = dict(reversed(tasks))  # the first task of each source
     tasks.sort(key=lambda task: task[1] != heads[task[0]])  # something of every source first
@@ -165,25 +163,15 @@ def draw(sources: list[Source], encoder: Encoder, seconds: float, seed: int) -> 
     for at, (number, place) in enumerate(tasks):
         if time.perf_counter() > deadline and at >= len(heads):
             break
-        finished[number] += _read(samples[number], place, encoder, deadline)
+        readers = chunk_readers(samples[number].source, place)
+        finished[number] += all(_add(samples[number], reader, encoder, deadline) for reader in readers)
     for number, sample in enumerate(samples):
         sample.whole = finished[number] == sum(task[0] == number for task in tasks)
     return samples
 
 
-def _read(sample: Sample, place: tuple[Slice, ...] | int, encoder: Encoder, deadline: float) -> bool:
-    """Add one chunk to a sample, or a streamed file part by part; tell whether it was read to its end."""
-    if isinstance(place, tuple):
-        reader = WindowReader(sample.source, place, on_error="skip")
-        return _add(sample, reader, encoder, deadline)
-    for piece, payload in stream_parts(sample.source, place, CHUNK_BYTES):
-        reader = WindowReader(sample.source, (piece,), on_error="skip", payload=payload)
-        if not _add(sample, reader, encoder, deadline):
-            return False
-    return True
-
-
 def _add(sample: Sample, reader: WindowReader, encoder: Encoder, deadline: float) -> bool:
+    """Add one chunk to a sample; tell whether there is time for more."""
     late = False
     for batch in reader:
         documents, drops = make_documents(batch, encoder, sample.source.options)

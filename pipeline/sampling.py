@@ -14,12 +14,13 @@ from pipeline.cutting import cut
 from pipeline.documents import make_documents
 from pipeline.packing import PACKERS
 from pipeline.records import Rejected, WindowReader
-from pipeline.sources import cut_windows, enumerate_streams, resolve_specs
+from pipeline.sources import Slice, Source, cut_windows, enumerate_streams, resolve_specs
 from pipeline.streams import stream_parts
 from pipeline.tokenizing import Encoder
 from shards.errors import PackError
 
 CHUNK_BYTES = 256 << 10
+Place = tuple[int, tuple[Slice, ...] | int]  # number of the source, and slices or the number of a streamed file
 Pack = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -70,18 +71,22 @@ def _documents(
     sources = resolve_specs(specs, options)
     windows, _ = cut_windows(sources, CHUNK_BYTES)
     random.Random(seed).shuffle(windows)
-    readers = (WindowReader(sources[window.source], window.slices, on_error="skip") for window in windows)
-    streams = (
-        WindowReader(sources[number], (piece,), on_error="skip", payload=payload)
-        for number, file in enumerate_streams(sources)
-        for piece, payload in stream_parts(sources[number], file, CHUNK_BYTES)
-    )
-    for group in (readers, streams):
-        for reader in group:
+    places: list[Place] = [*windows, *enumerate_streams(sources)]
+    for number, place in places:
+        for reader in chunk_readers(sources[number], place):
             for batch in reader:
                 made, _ = make_documents(batch, encoder, options)
                 yield from np.split(made.input_ids, made.offsets[1:-1])
             rejected += reader.rejected
+
+
+def chunk_readers(source: Source, place: tuple[Slice, ...] | int) -> Iterator[WindowReader]:
+    """Yield a reader of a window's slices, or, of the streamed file with that number, one for each part."""
+    if isinstance(place, tuple):
+        yield WindowReader(source, place, on_error="skip")
+    else:
+        for piece, payload in stream_parts(source, place, CHUNK_BYTES):
+            yield WindowReader(source, (piece,), on_error="skip", payload=payload)
 
 
 def alone(ids: np.ndarray) -> Pack:
