@@ -6,9 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
 
@@ -16,55 +16,9 @@ from shards.errors import PackError
 from trainer.config import CHOICES, TrainConfig, flag
 
 DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
+HELP = {name: hint.__metadata__[0] for name, hint in get_type_hints(TrainConfig, include_extras=True).items()}
+LISTS = ("mix", "lora_targets")  # written with commas
 Command = Callable[..., Any]
-
-# flag, type (None for a switch), help; defaults and choices come from the config
-TRAIN_OPTIONS: list[tuple[str, Any, str]] = [
-    ("epochs", float, "Passes over the dataset."),
-    ("steps", int, "Optimizer steps, instead of --epochs."),
-    ("tokens_per_batch", int, "Tokens in a micro-batch on one device. [default: one pack]"),
-    ("packs_per_step", int, "Packs in an optimizer step, over all devices. [default: one micro-batch on each]"),
-    ("lr", float, "Highest learning rate."),
-    ("min_lr", float, "Learning rate at the end."),
-    ("schedule", str, "Shape of the learning rate after warm-up."),
-    ("warmup_steps", int, "Steps of linear warm-up."),
-    ("decay_steps", int, "Steps of the final decay of wsd. [default: a fifth of the run]"),
-    ("weight_decay", float, "Weight decay of matrices; norms and biases have none."),
-    ("beta1", float, "First beta of AdamW."),
-    ("beta2", float, "Second beta of AdamW."),
-    ("clip", float, "Largest gradient norm; 0 for no clipping."),
-    ("dtype", str, "bf16: fp32 weights, bf16 arithmetic; bf16-pure: bf16 weights too."),
-    ("attention", str, "Attention backend: auto, flash-attn-4, flash-attn, torch or cpu."),
-    ("compile", None, "Compile each layer; batches then have one shape."),
-    ("liger", str, "Fused kernels of liger-kernel; auto uses them where installed, on a GPU."),
-    ("loss_weighting", str, "What weighs the same: each target, or each document."),
-    ("z_loss", float, "Weight of the squared log-partition term."),
-    ("order", str, "Order of packs; cost-grouped evens out many ranks."),
-    ("last_step", str, "Packs that do not fill an epoch's last step: leave out, or fill up."),
-    ("largest_first", None, "Begin with the step that needs most memory: too large a batch fails at once."),
-    ("mix", str, "Weights of named sources, such as web=0.7,code=0.3."),
-    ("mix_by", str, "What the weights of --mix count."),
-    ("mix_stop", str, "Source whose end is a mixed epoch's end."),
-    ("freeze", str, "Parameters left as they are: a pattern such as 'model.embed*'; repeatable."),
-    ("lora_rank", int, "Rank of LoRA adapters; 0 trains the model itself."),
-    ("lora_alpha", int, "LoRA scale. [default: twice the rank]"),
-    ("lora_targets", str, "Modules that get adapters, with commas. [default: all linear but the head]"),
-    ("activation_checkpointing", None, "Recompute layers in backward to save memory."),
-    ("shard", str, "Weights on each device: all (none) or a slice (full)."),
-    ("save_every", int, "Steps between checkpoints. [default: only at the end]"),
-    ("keep", int, "Checkpoints kept beside the best one."),
-    ("eval", str, "Held-out dataset directory."),
-    ("eval_every", int, "Steps between evaluations. [default: only at the end]"),
-    ("log_every", int, "Steps between lines of metrics."),
-    ("seed", int, "Seed of order, first weights and dropout."),
-    ("resume", None, "Continue from the newest sound checkpoint."),
-    ("profile", None, "Write a torch profiler trace of three steps."),
-    ("tensorboard", None, "Also write TensorBoard events."),
-    ("wandb", str, "Weights & Biases project to log to."),
-    ("device", str, "cuda or cpu. [default: cuda where there is one]"),
-    ("force", None, "Go on with an unpacked dataset or a foreign tokenizer."),
-]
-REPEATABLE = ("freeze",)
 
 
 def _wait_idly() -> None:
@@ -76,28 +30,29 @@ def _wait_idly() -> None:
 
 
 def _train_options(command: Command) -> Command:
-    for name, kind, text in reversed(TRAIN_OPTIONS):
-        shown: dict[str, Any] = {"help": text, "default": None if name in REPEATABLE else DEFAULTS[name]}
-        if kind is None:
-            shown |= {"is_flag": True}
+    for name, kind in reversed(get_type_hints(TrainConfig).items()):
+        default, (base, *_) = DEFAULTS[name], get_args(kind) or (kind,)  # int of int | None, str of tuple[str, ...]
+        if default is MISSING or name == "progress":
+            continue
+        shown: dict[str, Any] = {"help": HELP[name], "default": default, "type": base}
+        if kind is bool:
+            shown["is_flag"] = True
+        elif name in LISTS:
+            shown |= {"type": str, "default": ""}
         elif name in CHOICES:
             shown |= {"type": click.Choice(CHOICES[name]), "show_default": True}
-        elif name in ("mix", "lora_targets"):
-            shown |= {"type": str, "default": ""}
         else:
-            shown |= {"type": kind, "multiple": name in REPEATABLE, "show_default": DEFAULTS[name] not in (None, ())}
+            shown |= {"multiple": default == (), "show_default": default not in (None, ())}
         command = click.option(flag(name), name, **shown)(command)
     return command
 
 
 @click.command()
 @click.argument("dataset", type=click.Path())
-@click.option("--model", required=True, help="Model name, directory, or config JSON (random weights).")
-@click.option("--out", required=True, type=click.Path(), help="Run directory.")
+@click.option("--model", required=True, help=HELP["model"])
+@click.option("--out", required=True, type=click.Path(), help=HELP["out"])
 @_train_options
-@click.option(
-    "--progress/--no-progress", default=True, help="Progress on stderr: a live line, or lines where it is no terminal."
-)
+@click.option("--progress/--no-progress", default=True, help=HELP["progress"])
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def train(as_json: bool, **flags: Any) -> None:
     """Train a causal language model on a packed dataset.

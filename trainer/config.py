@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from shards.errors import PackError
 
@@ -23,102 +23,55 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One `pack train`."""
+    """One `pack train`; what is said of a field is the help of its flag."""
 
-    dataset: str
-    "Dataset directory."
-    model: str
-    "Model name, local directory, or a config JSON (random weights)."
-    out: str
-    "Run directory: metrics, checkpoints, exported model."
-    epochs: float = 1.0
-    "Passes over the dataset; ignored where steps is given."
-    steps: int | None = None
-    "Optimizer steps; None for epochs."
-    tokens_per_batch: int | None = None
-    "Tokens in one micro-batch on one device; None for one pack."
-    packs_per_step: int | None = None
-    "Packs in one optimizer step over all devices; None for one micro-batch on each."
-    lr: float = 2e-5
-    "Highest learning rate."
-    min_lr: float = 0.0
-    "Learning rate at the end of the schedule."
-    schedule: str = "cosine"
-    "Shape of the learning rate after warm-up: cosine, linear, constant, or wsd (constant, then linear to min_lr)."
-    warmup_steps: int = 0
-    "Steps of linear warm-up."
-    decay_steps: int | None = None
-    "Steps of the final decay of wsd; None for a fifth of the run."
-    weight_decay: float = 0.1
-    "Weight decay of matrices; norms and biases have none."
-    beta1: float = 0.9
-    "AdamW's first beta."
-    beta2: float = 0.95
-    "AdamW's second beta."
-    clip: float = 1.0
-    "Largest gradient norm; 0 for no clipping."
-    dtype: str = "bf16"
-    "bf16 (autocast, fp32 weights), bf16-pure (bf16 weights too), or fp32."
-    attention: str = "auto"
-    "Attention backend, or auto."
-    compile: bool = False
-    "Compile each layer; every batch then has the same shape."
-    liger: str = "auto"
-    "liger-kernel's fused kernels: auto (where installed, on a GPU), on, off."
-    loss_weighting: str = "token"
-    "Each target weighs the same (token), or each segment does (document)."
-    z_loss: float = 0.0
-    "Weight of the squared log-partition term."
-    order: str = "shuffled"
-    "shuffled, or cost-grouped: packs of like attention cost share a step."
-    last_step: str = "drop"
-    "Packs that do not fill the last step of an epoch: drop them, or pad the step with packs from the epoch's start."
-    largest_first: bool = False
-    "Begin each epoch with the step that needs most memory, so that too large a batch fails at once."
-    mix: tuple[tuple[str, float], ...] = ()
-    "Weights of named sources; empty for all packs once an epoch."
-    mix_by: str = "tokens"
-    "What the weights of mix count: tokens, packs or targets."
-    mix_stop: str = "first"
-    "A mixed epoch ends when the first source is used up, or with the longest (the others start again)."
-    freeze: tuple[str, ...] = ()
-    "Parameters that stay as they are: patterns such as 'model.embed_tokens.*'."
-    lora_rank: int = 0
-    "Rank of LoRA adapters; 0 trains the model itself."
-    lora_alpha: int | None = None
-    "LoRA scale; None for twice the rank."
-    lora_targets: tuple[str, ...] = ()
-    "Module names that get adapters; empty for all linear layers but the head."
-    activation_checkpointing: bool = False
-    "Recompute each layer in the backward pass to save memory."
-    shard: str = "none"
-    "none (DDP, a full copy on each device) or full (FSDP2)."
-    save_every: int | None = None
-    "Steps between checkpoints; None for only at the end."
-    keep: int = 2
-    "Checkpoints kept beside the best one."
-    eval: str | None = None
-    "Held-out dataset directory."
-    eval_every: int | None = None
-    "Steps between evaluations; None for only at the end."
-    log_every: int = 10
-    "Steps between lines of metrics.jsonl."
-    seed: int = 0
-    "Seed of order, initial weights and dropout."
-    resume: bool = False
-    "Continue from the newest sound checkpoint of the run directory."
-    profile: bool = False
-    "Write a torch profiler trace of a few steps."
-    tensorboard: bool = False
-    "Also write TensorBoard events."
-    wandb: str | None = None
-    "Weights & Biases project to log to."
-    device: str | None = None
-    "cuda or cpu; None for cuda where there is one."
-    force: bool = False
-    "Go on where a start-up check would refuse an unpacked dataset, a foreign tokenizer or a used run directory."
-    progress: bool = True
-    "Progress on stderr: a live line on a terminal, elsewhere a line for each line of metrics."
+    dataset: Annotated[str, "Dataset directory."]
+    model: Annotated[str, "Model name, directory, or config JSON (random weights)."]
+    out: Annotated[str, "Run directory."]
+    epochs: Annotated[float, "Passes over the dataset."] = 1.0
+    steps: Annotated[int | None, "Optimizer steps, instead of --epochs."] = None
+    tokens_per_batch: Annotated[int | None, "Tokens in a micro-batch on one device. [default: one pack]"] = None
+    packs_per_step: Annotated[int | None, "Packs in a step over all devices. [default: one micro-batch on each]"] = None
+    lr: Annotated[float, "Highest learning rate."] = 2e-5
+    min_lr: Annotated[float, "Learning rate at the end."] = 0.0
+    schedule: Annotated[str, "Shape of the learning rate after warm-up; wsd is constant, then linear."] = "cosine"
+    warmup_steps: Annotated[int, "Steps of linear warm-up."] = 0
+    decay_steps: Annotated[int | None, "Steps of the final decay of wsd. [default: a fifth of the run]"] = None
+    weight_decay: Annotated[float, "Weight decay of matrices; norms and biases have none."] = 0.1
+    beta1: Annotated[float, "First beta of AdamW."] = 0.9
+    beta2: Annotated[float, "Second beta of AdamW."] = 0.95
+    clip: Annotated[float, "Largest gradient norm; 0 for no clipping."] = 1.0
+    dtype: Annotated[str, "bf16: fp32 weights, bf16 arithmetic; bf16-pure: bf16 weights too."] = "bf16"
+    attention: Annotated[str, "Attention backend: auto, flash-attn-4, flash-attn, torch or cpu."] = "auto"
+    compile: Annotated[bool, "Compile each layer; batches then have one shape."] = False
+    liger: Annotated[str, "Fused kernels of liger-kernel; auto uses them where installed, on a GPU."] = "auto"
+    loss_weighting: Annotated[str, "What weighs the same: each target, or each document."] = "token"
+    z_loss: Annotated[float, "Weight of the squared log-partition term."] = 0.0
+    order: Annotated[str, "Order of packs; cost-grouped evens out many ranks."] = "shuffled"
+    last_step: Annotated[str, "Packs that do not fill an epoch's last step: leave out, or fill up."] = "drop"
+    largest_first: Annotated[bool, "Begin with the costliest step: too large a batch fails at once."] = False
+    mix: Annotated[tuple[tuple[str, float], ...], "Weights of named sources, such as web=0.7,code=0.3."] = ()
+    mix_by: Annotated[str, "What the weights of --mix count."] = "tokens"
+    mix_stop: Annotated[str, "Source whose end is a mixed epoch's end."] = "first"
+    freeze: Annotated[tuple[str, ...], "Parameters left as they are, such as 'model.embed*'; repeatable."] = ()
+    lora_rank: Annotated[int, "Rank of LoRA adapters; 0 trains the model itself."] = 0
+    lora_alpha: Annotated[int | None, "LoRA scale. [default: twice the rank]"] = None
+    lora_targets: Annotated[tuple[str, ...], "Modules with adapters, with commas. [default: all linear but head]"] = ()
+    activation_checkpointing: Annotated[bool, "Recompute layers in backward to save memory."] = False
+    shard: Annotated[str, "Weights on each device: all (none) or a slice (full)."] = "none"
+    save_every: Annotated[int | None, "Steps between checkpoints. [default: only at the end]"] = None
+    keep: Annotated[int, "Checkpoints kept beside the best one."] = 2
+    eval: Annotated[str | None, "Held-out dataset directory."] = None
+    eval_every: Annotated[int | None, "Steps between evaluations. [default: only at the end]"] = None
+    log_every: Annotated[int, "Steps between lines of metrics."] = 10
+    seed: Annotated[int, "Seed of order, first weights and dropout."] = 0
+    resume: Annotated[bool, "Continue from the newest sound checkpoint."] = False
+    profile: Annotated[bool, "Write a torch profiler trace of three steps."] = False
+    tensorboard: Annotated[bool, "Also write TensorBoard events."] = False
+    wandb: Annotated[str | None, "Weights & Biases project to log to."] = None
+    device: Annotated[str | None, "cuda or cpu. [default: cuda where there is one]"] = None
+    force: Annotated[bool, "Go on with an unpacked dataset or a foreign tokenizer."] = False
+    progress: Annotated[bool, "Progress on stderr: a live line, or lines where it is no terminal."] = True
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

@@ -109,35 +109,26 @@ class PackLoader:
         self.steps_taken = 0
         "Steps handed out whole, over all epochs."
         bucketed = dataset.packer == "bucketed"
+        chosen: dict[str, Any] = {
+            "seed": seed, "order": order, "last_step": last_step, "largest_first": largest_first, "mix": mix,
+            "mix_by": mix_by, "mix_stop": mix_stop,
+        }  # fmt: skip
         self.plan = StepOrder(
             dataset.index,
             packs_per_step=self.packs_per_step,
             packs_per_batch=self.tokens_per_batch // dataset.seq_len,
-            seed=seed,
-            order=order,
-            last_step=last_step,
-            largest_first=largest_first,
             padded_len=padded_lengths(dataset) if bucketed else None,
             tokens_per_batch=self.tokens_per_batch,
             sources=dataset.sources,
-            mix=mix,
-            mix_by=mix_by,
-            mix_stop=mix_stop,
+            **chosen,
         )
         "Which packs make which step."
         self.steps_per_epoch = self.plan.steps_per_epoch
-        self._fixed = {
-            "seed": seed,
-            "packs_per_step": self.packs_per_step,
-            "tokens_per_batch": self.tokens_per_batch
-            if bucketed
-            else None,  # the size of rectangles is part of the order
-            "order": order,
-            "last_step": last_step,
-            "largest_first": largest_first,
+        self._fixed = chosen | {
             "mix": [list(pair) for pair in mix],
-            "mix_by": mix_by,
-            "mix_stop": mix_stop,
+            "packs_per_step": self.packs_per_step,
+            # the size of rectangles is part of the order
+            "tokens_per_batch": self.tokens_per_batch if bucketed else None,
         }
 
     def step_at(self, number: int) -> Step:

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.live import Live
+from rich.text import Text
 from torch import nn
 
 from shards.errors import PackError
@@ -102,8 +102,7 @@ class Metrics:
 
     def __init__(self, config: TrainConfig, out: Path, num_steps: int, start: int, is_main: bool) -> None:
         self._file = self._board = self._wandb = None
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._live: Live | None = None
         self._num_steps, self._tells = num_steps, config.progress
         if not is_main:
             return
@@ -125,15 +124,8 @@ class Metrics:
         self._file = path.open("a")
         console = Console(stderr=True)
         if config.progress and console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step {task.completed:,.0f}/{task.total:,.0f}", table_column=Column(no_wrap=True)),
-                TimeRemainingColumn(table_column=Column(no_wrap=True)),
-                TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),  # cut where it is narrow
-                console=console,
-                expand=True,
-            )
-            self._progress.start()
-            self._task = self._progress.add_task("", total=num_steps, completed=start)
+            self._live = Live(_one_line(f"step {start:,}/{num_steps:,}"), console=console, auto_refresh=False)
+            self._live.start(refresh=True)
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one line of figures; it has a `step`."""
@@ -151,26 +143,28 @@ class Metrics:
             self._tell(line)
 
     def _tell(self, line: dict[str, Any]) -> None:
-        step = line["step"]
+        at = f"step {line['step']:,}/{self._num_steps:,}"
         if "eval_loss" in line:
-            self.say(f"step {step:,}/{self._num_steps:,}  held-out loss {line['eval_loss']:.4f}")
-        elif self._progress is not None:
-            self._progress.update(self._task, completed=step, description=_describe(line))
+            self.say(f"{at}  held-out loss {line['eval_loss']:.4f}")
+            return
+        left = timedelta(seconds=round(line["step_s"] * (self._num_steps - line["step"])))
+        text = f"{at}  {left} left  {_describe(line)}"
+        if self._live is not None:
+            self._live.update(_one_line(text), refresh=True)
         else:
-            left = timedelta(seconds=round(line["step_s"] * (self._num_steps - step)))
-            self.say(f"step {step:,}/{self._num_steps:,}  {left} left  {_describe(line)}")
+            self.say(text)
 
     def say(self, message: str) -> None:
         """Print one line on stderr, above the live line."""
-        if self._progress is not None:
-            self._progress.console.print(message, markup=False, highlight=False)
+        if self._live is not None:
+            self._live.console.print(message, markup=False, highlight=False)
         elif self._file is not None:
             print(message, file=sys.stderr)
 
     def close(self) -> None:
         """Close every output."""
-        if self._progress is not None:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:
@@ -184,6 +178,10 @@ def _step(line: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
         return sys.maxsize  # the half line of a killed run
+
+
+def _one_line(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")  # cut where the terminal is narrow
 
 
 def _describe(line: dict[str, Any]) -> str:
