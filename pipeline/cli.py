@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from pipeline.config import OVERLONG, PACKER_NAMES, BuildConfig, RecordOptions
-from pipeline.recipe import kind_of, read_recipe
+from pipeline.recipe import kind_of, read_recipe, read_template
 from shards.errors import PackError, counted
 
 LAZY = {
@@ -158,10 +158,9 @@ def record_options(flags: dict[str, Any]) -> dict[str, Any]:
     """
     names = {entry.name for entry in fields(RecordOptions)} & flags.keys()
     chosen = {name: value for name in names if (value := flags.pop(name)) is not None}
-    kind = kind_of(chosen.keys() & {"text_field", "messages_field", "prompt_field", "completion_field"}, "flags")
+    kind = kind_of(chosen.keys(), "flags")
     if "chat_template" in chosen:
-        with open(chosen["chat_template"], encoding="utf-8") as file:
-            chosen["chat_template"] = file.read()
+        chosen["chat_template"] = read_template(chosen["chat_template"], "--chat-template")
     records = RecordOptions(kind=kind or "text", **chosen)
     recipe = flags.pop("recipe")
     return {"records": records, "source_records": read_recipe(recipe, records) if recipe else {}}

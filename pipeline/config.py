@@ -13,6 +13,12 @@ from shards.errors import PackError
 Kind = Literal["text", "chat", "instruction"]
 PACKER_NAMES = ("auto", "ffd", "bfd", "next-fit", "wrapped", "bucketed", "unpacked")
 OVERLONG = ("split", "truncate", "truncate-turns", "drop", "error")
+CHOICES = {
+    "kind": ("text", "chat", "instruction"),
+    "overlong": ("auto", *OVERLONG),
+    "truncate_side": ("right", "left"),
+    "text_unit": ("file", "line"),
+}
 MIB = 1 << 20
 MOST_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
 
@@ -55,8 +61,9 @@ class RecordOptions:
     "Format of the files, where their names do not tell."
 
     def __post_init__(self) -> None:
-        if self.overlong != "auto" and self.overlong not in OVERLONG:
-            raise PackError(f"--overlong: {self.overlong!r}; expected one of {', '.join(OVERLONG)}.")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise PackError(f"{name}: {getattr(self, name)!r}; expected one of {', '.join(choices)}.")
         if self.kind == "text" and self.overlong == "truncate-turns":
             raise PackError("--overlong truncate-turns: plain text has no turns. Use split, truncate, drop or error.")
 

@@ -11,11 +11,12 @@ Each table starts from the flags of the command and replaces the options it name
 """
 
 import tomllib
+from collections.abc import Set
 from dataclasses import fields, replace
 from pathlib import Path
 
 from pipeline.config import Kind, RecordOptions
-from shards.errors import PackError
+from shards.errors import PackError, reason_of
 
 OPTIONS = {entry.name: entry for entry in fields(RecordOptions)}
 
@@ -35,7 +36,8 @@ def read_recipe(path: str, defaults: RecordOptions) -> dict[str, RecordOptions]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PackError(f"{path}: is not TOML ({error}). Write [sources.NAME] tables.") from error
     tables = content.get("sources", {})
-    if set(content) != {"sources"} or not all(isinstance(table, dict) for table in tables.values()):
+    named = tables.values() if isinstance(tables, dict) else [tables]
+    if set(content) != {"sources"} or not all(isinstance(table, dict) for table in named):
         raise PackError(f"{path}: has {', '.join(content) or 'nothing'}; expected [sources.NAME] tables.")
     return {name: _options(f"{path}, source {name!r}", table, defaults) for name, table in tables.items()}
 
@@ -48,18 +50,30 @@ def _options(where: str, table: dict[str, object], defaults: RecordOptions) -> R
         if not isinstance(value, bool if flag else str):
             raise PackError(f"{where}: {name} is {value!r}; expected {'true or false' if flag else 'a string'}.")
     chosen = dict(table)
-    if "kind" not in chosen and (kind := kind_of({name for name in table if name.endswith("_field")}, where)):
+    if "kind" not in chosen and (kind := kind_of(table.keys(), where)):
         chosen["kind"] = kind
     template = chosen.get("chat_template")
     if isinstance(template, str) and "{" not in template:  # a file name, not a template
-        try:
-            chosen["chat_template"] = Path(template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PackError(f"{where}: chat_template {template!r} cannot be read ({error.strerror}).") from error
-    return replace(defaults, **chosen)  # type: ignore[arg-type]
+        chosen["chat_template"] = read_template(template, f"{where}: chat_template")
+    try:
+        return replace(defaults, **chosen)  # type: ignore[arg-type]
+    except PackError as error:
+        raise PackError(f"{where}: {error}") from None
 
 
-def kind_of(named: set[str], where: str) -> Kind | None:
+def read_template(path: str, where: str) -> str:
+    """Return the text of a chat template's file.
+
+    Raises:
+        PackError: It cannot be read as UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PackError(f"{where} {path}: cannot be read ({reason_of(error)}). Give a Jinja file in UTF-8.") from error
+
+
+def kind_of(named: Set[str], where: str) -> Kind | None:
     """Return the kind of records that the named fields imply; None where none is named.
 
     Raises:
