@@ -91,14 +91,16 @@ def fingerprint(location: str) -> str:
 def reaching(location: str, name: str | None = None) -> Iterator[None]:
     """Turn what reading a place raises into a `SourceError`.
 
-    Clients of object stores raise classes of their own (no connection, no credentials), which no list can hold.
+    Clients of object stores raise classes of their own (no connection, no credentials), which no list can hold; that of
+    web servers raises ValueError where a server gives no parts of a file.
     """
     try:
         yield
     except PackError:
         raise
     except Exception as error:
-        if not isinstance(error, OSError) and not (is_url(location) and type(error).__module__ != "builtins"):
+        foreign = isinstance(error, ValueError) or type(error).__module__ != "builtins"
+        if not isinstance(error, OSError) and not (is_url(location) and foreign):
             raise
         what = "URL, the network and the credentials" if is_url(location) else "path and its permissions"
         reason = getattr(error, "strerror", None) or reason_of(error)

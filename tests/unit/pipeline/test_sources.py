@@ -610,5 +610,7 @@ def test_an_error_of_a_store_s_own_class_is_one_line():
         reaching("s3://b/x"),
     ):
         raise NoCredentialsError("no keys\nmore")
+    with pytest.raises(SourceError, match=r"^http://h/x: cannot be read \(no range"), reaching("http://h/x"):
+        raise ValueError("no range requests. Only reading from the beginning")
     with pytest.raises(TypeError), reaching("s3://b/x"):
         raise TypeError("a bug stays a bug")
