@@ -14,8 +14,8 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,11 @@ class Checkpoints:
 
     Args:
         root: Directory that holds them; made on the first save.
-        keep: Newest checkpoints kept beside the best one.
-        say: Called with one line for each message.
+        keep: Newest checkpoints kept beside the best one, at least 1.
     """
 
-    def __init__(self, root: Path, keep: int, world: World, say: Callable[[str], None]) -> None:
-        self.root, self.keep, self.world, self.say = root, max(1, keep), world, say
+    def __init__(self, root: Path, keep: int, world: World) -> None:
+        self.root, self.keep, self.world = root, keep, world
         self._alone = world.size == 1
         if self._alone:  # said at every save and load, though we ask for it
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -163,10 +162,10 @@ class Checkpoints:
             for name, (size, digest) in content["files"].items():
                 file = path / name
                 if not file.exists() or file.stat().st_size != size or _hash(file) != digest:
-                    self.say(f"{file}: does not match its checksum; this checkpoint is skipped")
+                    print(f"{file}: does not match its checksum; this checkpoint is skipped", file=sys.stderr)
                     return False
         except (OSError, ValueError, KeyError, TypeError):
-            self.say(f"{path}: has no readable checkpoint.json; this checkpoint is skipped")
+            print(f"{path}: has no readable checkpoint.json; this checkpoint is skipped", file=sys.stderr)
             return False
         return True
 

@@ -77,11 +77,11 @@ class TrainConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise PackError(f"{flag(name)}: {getattr(self, name)!r}; expected one of {', '.join(allowed)}.")
-        for name in ("steps", "tokens_per_batch", "packs_per_step", "save_every", "eval_every", "log_every"):
+        for name in ("steps", "tokens_per_batch", "packs_per_step", "save_every", "eval_every", "log_every", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackError(f"{flag(name)}: {value}; expected at least 1.")
-        for name in ("lr", "min_lr", "weight_decay", "clip", "z_loss", "warmup_steps", "lora_rank", "keep"):
+        for name in ("lr", "min_lr", "weight_decay", "clip", "z_loss", "warmup_steps", "lora_rank", "seed"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise PackError(f"{flag(name)}: {value}; expected a finite number, 0 or more.")
@@ -98,6 +98,9 @@ class TrainConfig:
                 f"--mix: {weights}; expected each source once, with a finite weight above 0. "
                 "To leave a source out, do not name it."
             )
+        for name, usual in (("mix_by", "tokens"), ("mix_stop", "first")):
+            if getattr(self, name) != usual and not self.mix:
+                raise PackError(f"{flag(name)}: there is no mix. Add --mix.")
         if self.min_lr > self.lr:
             raise PackError(f"--min-lr: {self.min_lr}; expected at most --lr, {self.lr}.")
         if self.decay_steps is not None and (self.schedule != "wsd" or self.decay_steps < 1):

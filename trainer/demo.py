@@ -54,8 +54,6 @@ class DemoConfig:
     "Directory for everything it makes."
     steps: int = 40
     "Training steps."
-    workers: int = 2
-    "Processes that build."
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -75,7 +73,7 @@ def run_demo(config: DemoConfig) -> None:
     _say(f"{', '.join(f'{path.name}: {_megabytes(path)}' for path in sources)}; {VOCAB_SIZE:,} tokens in {tokenizer}")
     dataset = out / "data"
     _head(2, f"pack build {sources[0]} {sources[1]} --tokenizer {tokenizer} --seq-len {SEQ_LEN} --out {dataset}")
-    build_dataset(sources, tokenizer, dataset, config.workers)
+    build_dataset(sources, tokenizer, dataset, workers=2)
     _head(3, f"pack verify {dataset}")
     report = verify(str(dataset), "full", VOCAB_SIZE)
     if not report.ok:

@@ -289,26 +289,24 @@ def inspect_model(model: Any, name: str) -> ModelReport:
     """Check a loaded model on its own device; weights, mode and attention are left as they were.
 
     Args:
-        model: A causal language model whose attention implementation is `packrow`.
+        model: A causal language model that `refusal` lets pass; its attention implementation is `packrow`.
         name: What to call it in the report.
     """
     config = model.config.get_text_config()
     report = ModelReport(name=name, model_type=config.model_type, num_layers=config.num_hidden_layers)
     report.vocab_size = model.get_input_embeddings().weight.shape[0]
     report.max_positions, report.position_limit = positions_of(model)
-    report.reason = refusal(model.config)
-    if report.reason is None:
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), _small_windows(model):
-                report.reason = _measure(model, report)
-        except ModelError as error:
-            report.reason = f"is not fit for packed attention: {error}"
-        except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            report.reason = f"does not run on packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
-        finally:
-            model.train(training)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _small_windows(model):
+            report.reason = _measure(model, report)
+    except ModelError as error:
+        report.reason = f"is not fit for packed attention: {error}"
+    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        report.reason = f"does not run on packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
+    finally:
+        model.train(training)
     report.windows = _windows(config)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts and getattr(config, "router_aux_loss_coef", 0):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -72,7 +71,8 @@ class Interrupt:
 
     def __init__(self, world: World) -> None:
         self.asked = False
-        self._signals = (signal.SIGINT, signal.SIGTERM) if world.size == 1 and _is_main_thread() else ()
+        alone = world.size == 1 and threading.current_thread() is threading.main_thread()  # others handle no signals
+        self._signals = (signal.SIGINT, signal.SIGTERM) if alone else ()
 
     def __enter__(self) -> Interrupt:
         self._before = {number: signal.signal(number, self._note) for number in self._signals}
@@ -88,10 +88,6 @@ class Interrupt:
         self.asked = True
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()  # others cannot handle signals
-
-
 def set_up(config: TrainConfig, world: World) -> Run:
     """Build everything a run needs, and continue from a checkpoint where asked.
 
@@ -101,7 +97,7 @@ def set_up(config: TrainConfig, world: World) -> Run:
     out, dataset = Path(config.out), Dataset(config.dataset)
     held_out = Dataset(config.eval) if config.eval else None
     check_datasets(dataset, held_out, config.force)
-    checkpoints = Checkpoints(out / "checkpoints", config.keep, world, lambda line: print(line, file=sys.stderr))
+    checkpoints = Checkpoints(out / "checkpoints", config.keep, world)
     path = checkpoints.latest() if config.resume else None
     facts = _facts(config, checkpoints, path) if path else {}
     loader = _loader(config, world, dataset, facts)  # before the model: settings that do not fit are said at once

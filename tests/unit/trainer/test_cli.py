@@ -114,6 +114,10 @@ def test_wandb_that_is_missing_is_named(dataset, model_config, tmp_path, monkeyp
         ({"decay_steps": 5}, "--decay-steps: 5; expected at least 1, and --schedule wsd"),
         ({"lora_targets": ("q_proj",)}, "--lora-targets: there are no adapters. Add --lora-rank"),
         ({"lora_alpha": 8}, "--lora-alpha: there are no adapters. Add --lora-rank"),
+        ({"mix_by": "packs"}, "--mix-by: there is no mix. Add --mix"),
+        ({"mix_stop": "longest"}, "--mix-stop: there is no mix. Add --mix"),
+        ({"keep": 0}, "--keep: 0; expected at least 1"),
+        ({"seed": -1}, "--seed: -1; expected a finite number, 0 or more"),
     ],
 )
 def test_settings_that_would_do_nothing_or_harm_are_refused(fields, message):
