@@ -185,7 +185,6 @@ class Dataset:
         self.dataset_id: str = self.manifest["dataset_id"]
         self.seq_len: int = self.manifest["seq_len"]
         self.packer: str = self.manifest["packer"]
-        self.vocab_size: int = self.manifest["tokenizer"]["vocab_size"]
         self.max_token_id: int = self.manifest["tokenizer"]["max_id"]
         self._shards = self.manifest["shards"]
         for record in self._shards:
