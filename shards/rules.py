@@ -5,6 +5,7 @@ checks every row. Checksums live outside the shards because Arrow notices almost
 flips read back as different data, without an error). Everything wrong is listed, not only the first finding.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,6 @@ from shards.schema import FORMAT, VERSION, Layout, layout_of, positions_of
 
 Level = Literal["size", "sample", "full"]
 SAMPLE_SHARDS = 8
-BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -247,11 +247,8 @@ def _check_shard(
 
 
 def _hash(file: Path) -> str:
-    state = xxhash.xxh3_128()
     with file.open("rb") as handle:
-        while block := handle.read(BLOCK):
-            state.update(block)
-    return state.hexdigest()
+        return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
 
 
 def _row_problems(row: dict[str, Any], layout: Layout, limit: int, window: int) -> Iterator[tuple[str, str]]:
