@@ -244,6 +244,7 @@ def train_model(dataset: Path, model: Path, run: Path, steps: int) -> None:
     """Train from random weights, and show how the loss falls."""
     from trainer.loop import train
 
+    _hide_bars()
     shutil.rmtree(run, ignore_errors=True)
     config = TrainConfig(
         dataset=str(dataset), model=str(model), out=str(run), steps=steps, tokens_per_batch=2 * SEQ_LEN, lr=3e-3,
@@ -254,6 +255,14 @@ def train_model(dataset: Path, model: Path, run: Path, steps: int) -> None:
     low, high = min(losses), max(losses)
     marks = [SPARKS[round((loss - low) / (high - low or 1) * (len(SPARKS) - 1))] for loss in losses]
     _say(f"loss {losses[0]:.2f} {''.join(marks)} {losses[-1]:.2f}   steps {at[0]} to {at[-1]}")
+
+
+def _hide_bars() -> None:
+    """Let transformers load and save a small model without a progress bar."""
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.disable_progress_bar()
 
 
 def compare(dataset: Path, model: Path) -> None:
@@ -269,10 +278,8 @@ def generate(model_dir: Path, prompt: str = "def ", tokens: int = 40) -> str:
     """Return one line of text from a saved model, loaded by transformers alone."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    quiet: Any = logging
-    quiet.disable_progress_bar()
+    _hide_bars()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
     model.eval()
