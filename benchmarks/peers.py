@@ -115,7 +115,8 @@ def build_datatrove(corpus: list[str], tokenizer: str, scratch: str, seq_len: in
     LocalPipelineExecutor(
         [
             JsonlReader(f"{scratch}/cache", glob_pattern="*.jsonl"),
-            DocumentTokenizer(f"{scratch}/out", f"{scratch}/tokenizer/tokenizer.json"),
+            # its default of 10,000 documents at once took more than 12 GiB a process where documents are files
+            DocumentTokenizer(f"{scratch}/out", f"{scratch}/tokenizer/tokenizer.json", batch_size=BATCH),
         ],
         tasks=workers, workers=workers, logging_dir=f"{scratch}/cache/logs", start_method="fork",
     ).run()  # fmt: skip

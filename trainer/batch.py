@@ -129,10 +129,9 @@ class HostBuffers:
             `input_ids`, `position_ids`, `shift_labels`: int64 (rows, T / rows); `cu_seqlens`: int32 (segments + 1,);
             `max_seqlen`: int. Slot i of `shift_labels` holds the id at i + 1 where that is a target, else -100.
         """
-        moved = {
-            name: tensor[: self.num_offsets if name == "cu_seqlens" else self.length].to(
-                device, non_blocking=True, copy=True
-            )
+        sizes = dict.fromkeys(self.tensors, self.length) | {"cu_seqlens": self.num_offsets}
+        moved = {  # on a CPU the others are copied as they are widened
+            name: tensor[: sizes[name]].to(device, non_blocking=True, copy=name == "cu_seqlens")
             for name, tensor in self.tensors.items()
         }
         if device.type == "cuda":
@@ -140,7 +139,7 @@ class HostBuffers:
             self.copied.record()
         ids, positions = _widen(moved["input_ids"]), _widen(moved["position_ids"])
         labels = torch.full_like(ids, IGNORED)
-        labels[:-1] = torch.where(moved["loss_mask"][1:].bool(), ids[1:], IGNORED)
+        torch.where(moved["loss_mask"][1:].bool(), ids[1:], labels[-1], out=labels[:-1])
         return {
             "input_ids": ids.view(rows, -1),
             "position_ids": positions.view(rows, -1),
