@@ -10,25 +10,23 @@ the lower bound (max of total / capacity and Martello-Toth L2). Distributions: s
 
 import argparse
 import importlib.util
-import os
-import platform
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+from write_up import WriteUp, run, tell
 
 from pipeline.packing import PACKERS, Bins, length_histogram, lower_bound
 from pipeline.packing import _best_plan as best_plan
 from shards.order import ORDERS, StepOrder
 
-RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("shardpack", "numpy", "numba", "trl", "seqpacker")
 PEER_LIMIT = 100_000  # most lengths for a packer written in Python: about 10 us each
 
 
@@ -149,23 +147,14 @@ def case_rows(name: str, seq_len: int, n: int, repeats: int) -> Iterator[list[st
         comparable = tight and timing.median and packer.startswith(("auto", "bfd", "ffd"))
         ratio = f"{min(tight) / timing.median:,.0f}" if comparable else ""
         fill, above = tokens / (timing.bins * seq_len), timing.bins / bound - 1
-        yield [
-            name,
-            f"{seq_len:,}",
-            f"{n:,}",
-            packer,
-            str(timing),
-            f"{timing.bins:,}",
-            f"{fill:.3%}",
-            f"{above:.4%}",
-            ratio,
-        ]
+        case = [name, f"{seq_len:,}", f"{n:,}", packer]
+        yield [*case, str(timing), f"{timing.bins:,}", f"{fill:.3%}", f"{above:.4%}", ratio]
 
 
-def search_rows(sizes: list[int], repeats: int) -> Iterator[list[str]]:
+def search_rows(capacities: list[int], sizes: list[int], repeats: int) -> Iterator[list[str]]:
     """Time the search alone: from histogram to plan, without dealing out the segments."""
     for name in ("sft", "mid", "adv119"):
-        for seq_len in (2048, 8192, 32768):
+        for seq_len in capacities:
             for n in sizes:
                 histogram = length_histogram(lengths_of(name, n, seq_len), seq_len)
                 bound = lower_bound(lengths_of(name, n, seq_len), seq_len)
@@ -211,66 +200,49 @@ def straggler_rows(num_packs: int) -> Iterator[list[str]]:
                 yield [name, f"{seq_len:,}", kind, str(batches), f"{order.straggler_factor(0, 64):.4f}"]
 
 
-def table(head: str, rows: Iterator[list[str]]) -> Iterator[str]:
-    """Yield a Markdown table line by line, echoing to stderr what is slow to come."""
-    columns = head.split("|")
-    yield "| " + " | ".join(columns) + " |"
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        line = "| " + " | ".join(row) + " |"
-        print(line, file=sys.stderr)
-        yield line
-    yield ""
+def measure(arguments: argparse.Namespace) -> WriteUp:
+    sizes = [10_000] if arguments.quick else arguments.sizes
+    capacities = [8192] if arguments.quick else arguments.seq_lens
+    cases = [(name, c, n) for name in arguments.distributions for c in capacities for n in sizes]
+
+    def told(rows: Iterator[list[str]]) -> list[list[str]]:
+        found = []
+        for row in rows:
+            tell(" | ".join(row))  # the whole takes long
+            found.append(row)
+        return found
+
+    columns = ["lengths", "seq_len", "n", "packer", "CPU ms", "bins", "fill", "above", "x peer"]
+    return WriteUp(
+        "Packers: speed and tightness",
+        [
+            "CPU ms on one core: median (range). above: over the lower bound. x peer: time of the fastest peer that "
+            "packs by best fit over this one's."
+        ],
+        [
+            ("", columns, told(row for case in cases for row in case_rows(*case, arguments.repeats))),
+            (
+                "The plan alone: histogram to bins, segments not dealt out",
+                ["lengths", "seq_len", "n", "CPU ms", "above"], told(search_rows(capacities, sizes, arguments.repeats)),
+            ),
+            (
+                "Peak memory beyond input and output", ["lengths", "seq_len", "n", "packer", "MiB"],
+                told(memory_rows(max(sizes))),
+            ),
+            (
+                "Straggler factor on 64 ranks: slowest / mean",
+                ["lengths", "seq_len", "order", "micro-batches", "factor"],
+                told(straggler_rows(2_000 if arguments.quick else 100_000)),
+            ),
+        ],
+    )  # fmt: skip
 
 
-def report(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the results file line by line."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    packages = [name for name in ("numpy", "numba", "trl", "seqpacker") if importlib.util.find_spec(name)]
-    yield "# Packers: speed and tightness\n"
-    yield f"`python benchmarks/bench_packing.py {' '.join(sys.argv[1:])}`, commit {commit.stdout.strip() or '?'}, "
-    yield f"{args.hardware}, {os.cpu_count()} CPUs (one used), load {os.getloadavg()[0]:.1f} at the start, Python "
-    yield f"{platform.python_version()}, {', '.join(f'{name} {version(name)}' for name in packages)}.\n"
-    yield "CPU ms: median (range). above: over the lower bound. x peer: fastest peer that packs by best fit / this.\n"
-    sizes = [10_000] if args.quick else args.sizes
-    capacities = [8192] if args.quick else args.seq_lens
-    cases = [(name, c, n) for name in args.distributions for c in capacities for n in sizes]
-    yield from table(
-        "lengths|seq_len|n|packer|CPU ms|bins|fill|above|x peer",
-        (row for case in cases for row in case_rows(*case, args.repeats)),
-    )
-    yield "## The plan alone: histogram to bins, segments not dealt out\n"
-    yield from table("lengths|seq_len|n|CPU ms|above", search_rows(sizes, args.repeats))
-    yield "## Peak memory beyond input and output, MiB\n"
-    yield from table("lengths|seq_len|n|packer|MiB", memory_rows(max(sizes)))
-    yield "## Straggler factor on 64 ranks: slowest / mean\n"
-    yield from table("lengths|seq_len|order|micro-batches|factor", straggler_rows(2_000 if args.quick else 100_000))
-
-
-def hardware() -> str:
-    """Name the processor, for the file name."""
-    names = re.findall(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
-    return re.sub(r"[^a-z0-9]+", "-", (names or [platform.processor() or "cpu"])[0].lower()).strip("-")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small size and capacity; prints, writes no file")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each packer")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 10_000_000])
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
-    parser.add_argument("--hardware", default=hardware(), help="name in the results file")
-    args = parser.parse_args()
-    lines = list(report(args))
-    if args.quick:
-        print("\n".join(lines))
-        return
-    file = RESULTS / f"packing-{args.hardware}-{time.strftime('%Y-%m')}.md"
-    RESULTS.mkdir(exist_ok=True)
-    file.write_text("\n".join(lines))
-    print(file)
 
 
 if __name__ == "__main__":
-    main()
+    run("packing", __doc__ or "", measure, PACKAGES, add_flags)

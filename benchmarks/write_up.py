@@ -4,6 +4,7 @@ import argparse
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -64,15 +65,19 @@ def versions(packages: Sequence[str]) -> str:
 
 
 def commit() -> str:
-    """Return the commit, marked where files differ from it."""
-    ask = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
-    found = subprocess.run(ask, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    """Return the commit, marked where files other than results differ from it."""
+
+    def git(*words: str) -> str:
+        ask = ["git", "-C", str(RESULTS.parents[1]), *words]
+        return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
+    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
 def markdown(write_up: WriteUp, packages: Sequence[str], load: float) -> str:
     """Return the results as a page."""
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     lines = [f"# {write_up.title}", "", *write_up.setting, ""]
     lines += [f"* Command: `{command}`", f"* Commit: {commit()}"]

@@ -112,6 +112,28 @@ def test_results_name_machine_versions_commit_and_command(load, tmp_path, monkey
     assert "no-such-package" not in text
 
 
+def test_a_commit_is_marked_where_more_than_results_changed(load, tmp_path, monkeypatch):
+    write_up = load("write_up")
+
+    def git(*words):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *words], check=True)
+
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (results / "x.md").write_text("old")
+    (tmp_path / "code.py").write_text("old")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(write_up, "RESULTS", results)
+    clean = write_up.commit()
+    assert len(clean) == 10
+    (results / "x.md").write_text("new")
+    assert write_up.commit() == clean
+    (tmp_path / "code.py").write_text("new")
+    assert write_up.commit() == f"{clean}-dirty"
+
+
 def test_quick_prints_and_writes_nothing(load, tmp_path, monkeypatch, capsys):
     write_up = load("write_up")
     monkeypatch.setattr(sys, "argv", ["bench_x.py", "--quick", "--out", str(tmp_path)])
@@ -175,7 +197,7 @@ def test_peers_end_a_document_with_the_tokenizers_eos(load, tmp_path, value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["build", "loader", "train"])
+@pytest.mark.parametrize("name", ["build", "loader", "packing", "train"])
 def test_a_benchmark_runs_quickly_and_leaves_nothing(name, tmp_path):
     command = [sys.executable, str(FOLDER / "run.py"), "--quick", name]
     with subprocess.Popen(
