@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from pipeline.config import OVERLONG, PACKER_NAMES, BuildConfig, RecordOptions
-from pipeline.recipe import kind_of, read_recipe, read_template
+from pipeline.recipe import kind_of, read_recipe, read_template, refuse_idle
 from shards.errors import PackError, counted
 
 LAZY = {
@@ -121,7 +121,7 @@ def _record_options(command: Any) -> Any:
             type=click.Choice(["auto", *OVERLONG]),
             default="auto",
             show_default=True,
-            help="Documents longer than seq-len; auto splits text and drops the rest.",
+            help="Documents longer than seq-len; auto splits text and drops the rest. Not for --packer wrapped.",
         ),
         click.option(
             "--truncate-side",
@@ -163,6 +163,8 @@ def record_options(flags: dict[str, Any]) -> dict[str, Any]:
         chosen["chat_template"] = read_template(chosen["chat_template"], "--chat-template")
     records = RecordOptions(kind=kind or "text", **chosen)
     recipe = flags.pop("recipe")
+    if not recipe:  # whose sources may need what the others do not
+        refuse_idle(records)
     return {"records": records, "source_records": read_recipe(recipe, records) if recipe else {}}
 
 
@@ -173,7 +175,11 @@ def record_options(flags: dict[str, Any]) -> dict[str, Any]:
 @click.option("--seq-len", type=int, required=True, help="Capacity of a pack, in tokens.")
 @_record_options
 @click.option(
-    "--packer", type=click.Choice(PACKER_NAMES), default="auto", show_default=True, help="How segments share packs."
+    "--packer",
+    type=click.Choice(PACKER_NAMES),
+    default="auto",
+    show_default=True,
+    help="How segments share packs; wrapped cuts documents where a row is full, conversations too, inside turns.",
 )
 @click.option("--max-segments", type=int, help="Most segments in one pack. [default: no limit]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random choice.")

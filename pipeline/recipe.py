@@ -73,6 +73,23 @@ def read_template(path: str, where: str) -> str:
         raise PackError(f"{where} {path}: cannot be read ({reason_of(error)}). Give a Jinja file in UTF-8.") from error
 
 
+def refuse_idle(options: RecordOptions) -> None:
+    """Refuse options of the only records of a build that would do nothing for them.
+
+    Raises:
+        PackError: A template or tools without messages, or a side to truncate where nothing is truncated.
+    """
+    for name in ("chat_template", "tools_field", "train_template_tokens") if options.kind == "text" else ():
+        if getattr(options, name) != OPTIONS[name].default:
+            raise PackError(
+                f"--{name.replace('_', '-')}: plain text has no messages. Add --messages-field, or leave it out."
+            )
+    if options.truncate_side == "left" and options.overlong not in ("truncate", "truncate-turns"):
+        raise PackError(
+            f"--truncate-side left: --overlong {options.overlong} truncates nothing. Add --overlong truncate."
+        )
+
+
 def kind_of(named: Set[str], where: str) -> Kind | None:
     """Return the kind of records that the named fields imply; None where none is named.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RecordOptions
-from pipeline.recipe import read_recipe, read_template
+from pipeline.recipe import read_recipe, read_template, refuse_idle
 from shards.errors import PackError
 
 DEFAULTS = RecordOptions(text_field="body", add_eos=False)
@@ -66,3 +66,30 @@ def test_a_template_that_is_no_text_is_named(tmp_path):
     (tmp_path / "t.jinja").write_bytes(b"\xff{{ x }}")
     with pytest.raises(PackError, match=r"--chat-template .*t\.jinja: cannot be read .*Give a Jinja file in UTF-8"):
         read_template(str(tmp_path / "t.jinja"), "--chat-template")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat_template": "{{ messages }}"}, "--chat-template: plain text has no messages. Add --messages-field"),
+        ({"tools_field": "functions"}, "--tools-field: plain text has no messages"),
+        ({"train_template_tokens": True}, "--train-template-tokens: plain text has no messages"),
+        ({"truncate_side": "left"}, "--truncate-side left: --overlong auto truncates nothing"),
+        ({"kind": "chat", "truncate_side": "left", "overlong": "drop"}, "--overlong drop truncates nothing"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(options, message):
+    with pytest.raises(PackError, match=message):
+        refuse_idle(RecordOptions(**options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kind": "chat", "chat_template": "{{ messages }}", "tools_field": "functions", "train_template_tokens": True},
+        {"truncate_side": "left", "overlong": "truncate"},
+    ],
+)
+def test_an_option_that_does_something_is_taken(options):
+    refuse_idle(RecordOptions(**options))
