@@ -66,6 +66,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     """
     progress = progress or Progress()
     begin = time.time()
+    _refuse_idle_policy(config)
     sources = resolve_specs(config.sources, config.records, config.source_records)
     for source in sources:
         if source.skipped:
@@ -149,6 +150,16 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
         "stages_s": {"wait": round(wait_s, 6)},
     }
     return _commit(store, job, survey, num_windows, facts)
+
+
+def _refuse_idle_policy(config: BuildConfig) -> None:
+    """Refuse a policy for over-long documents beside the packer that cuts everything where a row is full."""
+    for options in (config.records, *config.source_records.values()) if config.packer == "wrapped" else ():
+        if options.overlong not in ("auto", "split"):
+            raise PackError(
+                f"--overlong {options.overlong}: --packer wrapped cuts every document where a row is full; expected "
+                "auto or split. Omit --overlong, or choose another --packer."
+            )
 
 
 def make_plan(

@@ -79,7 +79,7 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, stages: Sta
     source = job.sources[task.source]
     reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
     trusted = not encoder.guard_failed
-    limit = None if job.plan["packer"]["name"] == "wrapped" else job.plan["seq_len"]
+    limit = job.plan["seq_len"]
     documents, dropped = read_documents(reader, encoder, task.window, stages, tick, limit)
     if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
         reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)

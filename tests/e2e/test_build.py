@@ -498,3 +498,17 @@ def test_a_flag_out_of_range_is_one_line(tmp_path, tokenizer_dir, flags, message
         "build", str(path), "--tokenizer", tokenizer_dir, "--seq-len", "9", "--out", str(tmp_path / "o"), *flags
     )
     assert result.stderr == f"Error: {message}\n"
+
+
+@pytest.mark.parametrize("policy", ["truncate", "truncate-turns", "drop", "error"])
+def test_wrapped_refuses_a_policy_for_long_documents_that_it_would_not_heed(tmp_path, tokenizer_dir, policy):
+    (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "assistant", "content": "one two"}]}\n' * 9)
+    chat = RecordOptions(kind="chat", overlong=policy)
+    for options in ({"records": chat}, {"source_records": {"corpus": chat}}):
+        with pytest.raises(PackError, match=rf"--overlong {policy}: --packer wrapped cuts every document where a row"):
+            build(config(tmp_path / "c.jsonl", tokenizer_dir, tmp_path / "out", packer="wrapped", **options))
+    assert not (tmp_path / "out").exists()
+    for allowed in ("auto", "split"):
+        options = {"records": RecordOptions(kind="chat", overlong=allowed), "seq_len": 8}
+        built = build(config(tmp_path / "c.jsonl", tokenizer_dir, tmp_path / allowed, packer="wrapped", **options))
+        assert built["totals"]["documents"]["packed"] == 9
