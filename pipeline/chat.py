@@ -226,9 +226,14 @@ class _Turns:
         return [(begin, min(end, first)) for begin, end in found if begin < first]
 
     def _turn_ends(self) -> list[int]:
-        """Return where turns but the last end, as far as the template shows it."""
-        ends = []
+        """Return where turns but the last end, as far as the template shows it.
+
+        What is cut off on the left must leave a conversation: there a turn is a user's message and all up to the next.
+        """
+        left, ends = self.options.truncate_side == "left", []
         for count in range(1, len(self.messages)):
+            if left and self.messages[count]["role"] != "user":
+                continue
             try:
                 ends.append(len(self._prefix(count)))
             except SourceError:  # no boundary here, so the turn stays with the next one

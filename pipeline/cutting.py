@@ -107,7 +107,10 @@ def _error(lengths: np.ndarray, seq_len: int, left: bool) -> Segments:
 def _truncate_turns(
     lengths: np.ndarray, seq_len: int, left: bool, turn_ends: np.ndarray, turn_offsets: np.ndarray
 ) -> Segments:
-    """Keep the first whole turns that fit (or the last); a document of which no turn fits gives no segment."""
+    """Keep the first whole turns that fit (or the last); a document of which no turn fits gives no segment.
+
+    For cutting off the left side, the turns given are exchanges, so that what is kept begins with a user's message.
+    """
     turn_ends, turn_offsets = np.asarray(turn_ends, np.int64), np.asarray(turn_offsets, np.int64)
     document = np.repeat(np.arange(len(lengths)), np.diff(turn_offsets))
     # Cutting off the left side at the end of a turn keeps what follows it: of turns, all but the first ones.

@@ -215,7 +215,8 @@ class _Maker:
         prefix = self.spec.prefix_ids
         if prefix and controls and controls[0].start == 0 and controls[0].id == prefix[0]:
             prefix = ()
-        ends = [len(prompt), len(text)]
+        # A completion without its prompt is no document, so from the left both are one turn.
+        ends = [len(text)] if self.options.truncate_side == "left" else [len(prompt), len(text)]
         return self._closed(Rendering(text, controls, targets, ends, trains_end=True, prefix=prefix))
 
     def _closed(self, rendering: Rendering) -> Rendering:

@@ -48,6 +48,7 @@ class Conversation:
             for place, (first, last) in enumerate(encoding.offsets)
         ]
         self.turn_ends = [sum(last <= end for _, last in encoding.offsets) for end in ends]
+        self.questions = [end for end, (role, _) in zip(self.turn_ends, messages[1:], strict=False) if role == "user"]
 
     def pairs(self, start: int, stop: int) -> Pairs:
         """Return the (context, target) pairs of a piece; its first token has no context, so it is no target."""
@@ -69,7 +70,7 @@ class Conversation:
             return [(0, SEQ_LEN)] if side == "right" else [(size - SEQ_LEN, size)]
         if side == "right":
             return [(0, max((end for end in self.turn_ends if end <= SEQ_LEN), default=0))]
-        return [(min((end for end in self.turn_ends if size - end <= SEQ_LEN), default=size), size)]
+        return [(min((begin for begin in self.questions if size - begin <= SEQ_LEN), default=size), size)]
 
 
 @pytest.fixture(scope="module")

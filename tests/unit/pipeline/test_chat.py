@@ -433,6 +433,24 @@ def test_turns_end_where_the_text_of_the_first_turns_ends(encoder, full):
     assert documents.turn_offsets.tolist() == [0, 5, 7]
 
 
+def test_turns_cut_off_on_the_left_are_exchanges_so_that_a_user_speaks_first(encoder, full):
+    records = [{"messages": TALK}, {"messages": [ASK, REPLY]}]
+    documents = make(encoder, records, "chatml", overlong="truncate-turns", truncate_side="left")
+    starts = [at for at in range(len(TALK_TEXT)) if TALK_TEXT.startswith("<|im_start|>user", at)]
+    questions = [len(full.encode(TALK_TEXT[:start]).ids) for start in starts if start]
+    sizes = np.diff(documents.offsets).tolist()
+    assert len(questions) == sum(message["role"] == "user" for message in TALK[1:])
+    assert documents.turn_ends.tolist() == [*questions, *sizes]
+    assert documents.turn_offsets.tolist() == [0, len(questions) + 1, len(questions) + 2]
+
+
+def test_a_completion_is_never_left_without_its_prompt(encoder):
+    options = {"kind": "instruction", "overlong": "truncate-turns", "truncate_side": "left"}
+    record = {"prompt": "Where is Paris?", "completion": " In France."}
+    documents, _ = make_documents(batch([record]), encoder, RecordOptions(**options))
+    assert documents.turn_ends.tolist() == [len(documents.input_ids)]
+
+
 def test_turns_without_marks_end_inside_a_piece_of_text(encoder, full):
     documents = make(encoder, [{"messages": [ASK, REPLY]}], "no_marks", overlong="truncate-turns")
     text = f"User: {USER}\nAssistant: Paris.\n"
