@@ -68,7 +68,7 @@ class PackLoader:
         window: Sliding window of the model, for its attention pairs.
 
     Raises:
-        PackError: A size does not fit, or a source is unknown.
+        PackError: A size or a rank does not fit, or a source is unknown.
     """
 
     def __init__(
@@ -91,15 +91,22 @@ class PackLoader:
         weighting: str = "token",
         window: int | None = None,
     ) -> None:
+        if world_size < 1:
+            raise PackError(f"world_size: {world_size}; expected at least 1.")
+        if not 0 <= rank < world_size:
+            raise PackError(f"rank: {rank}; expected 0 to {world_size - 1}, since world_size is {world_size}.")
+        if packs_per_step is not None and packs_per_step < 1:
+            raise PackError(f"--packs-per-step: {packs_per_step}; expected at least 1.")
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
         self.device, self.weighting, self.window = torch.device(device), weighting, window
-        self.tokens_per_batch, self.static_shapes = tokens_per_batch or dataset.seq_len, static_shapes
+        self.tokens_per_batch = dataset.seq_len if tokens_per_batch is None else tokens_per_batch
+        self.static_shapes = static_shapes
         if self.tokens_per_batch < dataset.seq_len:
             raise PackError(
                 f"--tokens-per-batch: {self.tokens_per_batch}; expected at least one pack of {dataset.seq_len} tokens."
             )
         smallest = self.tokens_per_batch // dataset.seq_len * world_size
-        self.packs_per_step = packs_per_step or smallest
+        self.packs_per_step = smallest if packs_per_step is None else packs_per_step
         if self.packs_per_step % smallest:
             raise PackError(
                 f"--packs-per-step: {self.packs_per_step}; expected a multiple of {smallest} "

@@ -163,6 +163,23 @@ def test_a_state_of_another_dataset_is_refused(dataset):
         loader.load_state_dict(loader.state_dict() | {"dataset_id": "other"})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": -1, "world_size": 2}, "rank: -1; expected 0 to 1, since world_size is 2."),
+        ({"rank": 2, "world_size": 2}, "rank: 2; expected 0 to 1, since world_size is 2."),
+        ({"world_size": 0}, "world_size: 0; expected at least 1."),
+        ({"packs_per_step": 0}, "--packs-per-step: 0; expected at least 1."),
+        ({"packs_per_step": -4}, "--packs-per-step: -4; expected at least 1."),
+        ({"tokens_per_batch": 0}, "--tokens-per-batch: 0; expected at least one pack of 48 tokens."),
+    ],
+)
+def test_ranks_and_sizes_that_cannot_be_are_refused(dataset, fields, message):
+    with pytest.raises(PackError) as caught:
+        PackLoader(dataset, **fields)
+    assert str(caught.value) == message
+
+
 def test_mixed_sources_come_in_their_shares(make_dataset, documents):
     dataset = make_dataset({"web": documents(400, 20, seed=1), "code": documents(400, 20, seed=2)}, 48)
     loader = PackLoader(dataset, packs_per_step=4, mix=(("web", 0.75), ("code", 0.25)))
