@@ -123,8 +123,10 @@ def _message(item: Message) -> Message:
     if role is None and "from" in item:
         role, content = item["from"], item.get("value", content)
         role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    if not isinstance(role, str) or not role:
+    if role is None and not {"role", "from"} & item.keys():
         raise SourceError(f"no role, {fields_of(item)}; expected role and content (or from and value). Mend it.")
+    if not isinstance(role, str) or not role:
+        raise SourceError(f"the role is {name_of(role)}; expected a name, such as 'user'. Mend the record.")
     calls = _tool_calls(item)
     if content is None and not calls and "content" not in item and "value" not in item:
         raise SourceError(f"no content, {fields_of(item)}; expected text under content or value. Mend the record.")
