@@ -18,6 +18,11 @@ from shards.errors import SourceError, reason_of
 
 CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
 STREAM_END = CONTINUES + bytes(4)
+COMPRESSED = (  # first bytes, name, way out
+    (b"\x1f\x8b\x08", "gzip", "Decompress it (gzip -dc), or give a file whose name ends in .gz."),
+    (b"\x28\xb5\x2f\xfd", "zstd", "Decompress it (zstd -dc), or give a file whose name ends in .zst."),
+    (b"\xfd7zXZ\0", "xz", "Decompress it (xz -dc)."),
+)
 
 
 def saved_files(path: str) -> list[str] | None:
@@ -168,10 +173,13 @@ def reading_as(kind: str, name: str) -> Iterator[None]:
         raise SourceError(f"{name}: cannot be read as {kind} ({reason_of(error)}). Write the file again.") from None
 
 
-def refuse_utf16(head: bytes, name: str) -> None:
-    """Raise SourceError for a file that begins with the mark of UTF-16."""
+def refuse_foreign(head: bytes, name: str) -> None:
+    """Raise SourceError for a file that should be text and begins with the mark of UTF-16 or of compressed data."""
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise SourceError(f"{name}: is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+    for mark, kind, remedy in COMPRESSED:
+        if head.startswith(mark):
+            raise SourceError(f"{name}: is {kind} data, which its name does not say; expected text in UTF-8. {remedy}")
 
 
 def is_lines(head: bytes) -> bool:

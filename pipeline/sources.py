@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pipeline.config import MIB, RecordOptions
 from pipeline.corpus_files import changed, filesystem_of, fingerprint, is_url, open_source, reaching, size_of
-from pipeline.saved import arrow_units, hub_files, is_lines, parquet_units, refuse_utf16, saved_files
+from pipeline.saved import arrow_units, hub_files, is_lines, parquet_units, refuse_foreign, saved_files
 from shards.errors import SourceError
 
 SUFFIXES = {
@@ -317,7 +317,7 @@ def _file(name: str, location: str, kind: str, compression: str | None = None) -
     if size and compression is None and kind in ("jsonl", "json", "csv", "tsv", "text"):
         with open_source(location) as stream:
             head = stream.read(HEAD_BYTES)
-        refuse_utf16(head, name)
+        refuse_foreign(head, name)
         if kind == "json" and is_lines(head):
             kind = "jsonl"  # so named on the hub, and it can be cut
     units: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ from typing import IO, Any
 import orjson
 
 from pipeline.corpus_files import open_source, reaching
-from pipeline.saved import arrow_batches, ipc_batches, is_lines, reading_as, refuse_utf16
+from pipeline.saved import arrow_batches, ipc_batches, is_lines, reading_as, refuse_foreign
 from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError, counted
 
@@ -79,7 +79,7 @@ def _opened(file: SourceFile) -> Any:
 
 def _framed(file: SourceFile, source: Source, stream: IO[bytes]) -> Iterator[bytes]:
     head = stream.read(CHUNK_BYTES)
-    refuse_utf16(head, file.name)
+    refuse_foreign(head, file.name)
     head = head.removeprefix(b"\xef\xbb\xbf")
     chunks = _rest(head, stream)
     if file.format in ("parquet", "arrow"):

@@ -479,7 +479,10 @@ def test_a_turn_that_the_template_rewrites_has_no_end_of_its_own(encoder):
         ({"messages": [{"role": 5, "content": "Hi"}]}, r"message 0: the role is a number \(5\); expected a name"),
         ({"messages": [{"role": None, "content": "Hi"}]}, "message 0: the role is null; expected a name"),
         ({"messages": [{"from": ["user"], "value": "Hi"}]}, "message 0: the role is a list; expected a name"),
-        ({"messages": [{"role": "", "content": "Hi"}]}, r"message 0: the role is text \(''\); expected a name, such as"),
+        (
+            {"messages": [{"role": "", "content": "Hi"}]},
+            r"message 0: the role is text \(''\); expected a name, such as",
+        ),
         ({"messages": [{"role": "user"}]}, "message 0: no content, only 'role'"),
         ({"messages": [ASK, {"role": "assistant", "content": 4}]}, "message 1: content holds a number .4."),
         ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "a part of type 'image'"),

@@ -327,8 +327,10 @@ def test_the_hash_of_columns_follows_their_values_only(tmp_path, options):
     content=st.lists(st.one_of(st.binary(max_size=40), st.sampled_from(GOOD)), min_size=1, max_size=12).map(b"\n".join)
 )
 def test_any_bytes_are_records_or_counted_rejections(tmp_path_factory, content):
-    if not content or content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return
+    if not content or content.startswith(
+        (b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0")
+    ):
+        return  # UTF-16 or compressed
     values, reader = read(content, tmp_path_factory.mktemp("fuzz"))
     body = content.removeprefix(b"\xef\xbb\xbf")
     assert reader.num_records == sum(bool(line.strip()) for line in body.split(b"\n"))

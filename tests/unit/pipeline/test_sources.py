@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import logging
+import lzma
 import os
 import sys
 from functools import partial
@@ -347,6 +348,31 @@ def test_utf_16_is_named_with_the_way_out(tmp_path, encoding):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     with pytest.raises(SourceError, match=r"a\.jsonl\.gz: is UTF-16"):
         read_all(resolve_specs([str(tmp_path / "a.jsonl.gz")], OPTIONS))
+
+
+COMPRESSED = {
+    "gzip": gzip.compress(jsonl()),
+    "zstd": zstandard.compress(jsonl()),
+    "xz": lzma.compress(jsonl()),
+}
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_compressed_data_without_its_suffix_is_named_with_the_way_out(tmp_path, name, kind):
+    (tmp_path / name).write_bytes(COMPRESSED[kind])
+    with pytest.raises(
+        SourceError, match=rf"{name}: is {kind} data.*; expected text in UTF-8. Decompress it"
+    ) as caught:
+        resolve_specs([str(tmp_path / name)], OPTIONS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_compressed_data_on_stdin_is_named_too(monkeypatch, kind):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(COMPRESSED[kind])))
+    with pytest.raises(SourceError, match=f"stdin.*: is {kind} data.*Decompress it"):
+        read_all(resolve_specs(["-"], OPTIONS))
 
 
 # Identity
