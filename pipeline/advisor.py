@@ -71,6 +71,8 @@ def plan_corpus(
     workers: int,
 ) -> Plan:
     """Resolve SOURCE arguments, a tokenizer and a model by name, and plan; see `plan`."""
+    if not seconds > 0:  # nor a number at all
+        raise PackError(f"--seconds: {seconds:g}; expected more than 0, such as 20.")
     shape = load_shape(model) if model else DEFAULT_SHAPE
     found = resolve_specs(sources, records, source_records)
     if len({source.options.parse_special for source in found}) > 1:

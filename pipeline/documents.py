@@ -74,6 +74,10 @@ def check_options(options: RecordOptions, spec: TokenizerSpec) -> None:
     Raises:
         PackError: The options do not fit the tokenizer or the kind.
     """
+    if not all(name.strip() for name in options.train_on.split(",")):
+        raise PackError(
+            f"--train-on: {options.train_on!r} holds an empty name; expected roles, such as assistant,tool."
+        )
     if options.kind == "text":
         if options.train_on not in ("auto", "all"):
             raise PackError(

@@ -146,6 +146,13 @@ def test_bad_records_count_in_a_chunk_that_the_deadline_ends_too(tmp_path, encod
     assert (sum(map(len, sample.lengths)), sample.rejected, sample.whole) == (1, 1, False)
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_no_time_to_sample_is_refused(corpus, tokenizer_dir, seconds):
+    done = CliRunner().invoke(main, ["plan", str(corpus), "--tokenizer", tokenizer_dir, "--seconds", seconds])
+    assert done.exit_code == 1
+    assert f"--seconds: {seconds}; expected more than 0, such as 20.\n" in done.output
+
+
 def test_the_command_writes_nothing_and_prints_figures(corpus, tokenizer_dir, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))

@@ -114,6 +114,12 @@ class TestText:
         with pytest.raises(PackError, match="--train-on assistant: plain text has no roles"):
             make(encoder, TEXTS, train_on="assistant")
 
+    @pytest.mark.parametrize("kind", ["text", "chat", "instruction"])
+    @pytest.mark.parametrize("train_on", ["", " ", "assistant,", ",tool"])
+    def test_roles_without_a_name_are_refused(self, encoder, kind, train_on):
+        with pytest.raises(PackError, match=f"--train-on: '{train_on}' holds an empty name; expected roles, such as"):
+            make(encoder, [], kind=kind, train_on=train_on)
+
 
 def pair(prompt: Any, completion: Any) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion}
