@@ -132,6 +132,7 @@ def plan(
             "whole": all(sample.whole for sample in samples),
             "rejected": sum(sample.rejected for sample in samples),
             "empty": sum(sample.empty for sample in samples),
+            "first_rejected": first_rejected(samples) or None,
         },
         "corpus": {
             "documents": round(documents),
@@ -193,11 +194,17 @@ def no_documents(samples: list[Sample]) -> PackError:
     """Return the error for a sample that holds no document, with the first fault that was seen."""
     names = ", ".join(sample.source.name for sample in samples)
     rejected, empty = (sum(getattr(sample, name) for sample in samples) for name in ("rejected", "empty"))
-    first = next((f" The first: {sample.first_rejected}." for sample in samples if sample.first_rejected), "")
+    first = first_rejected(samples)
+    remedy = f"The first: {first}." if first else "Check the files and the field names."
     return PackError(
         f"{names}: no document in the sample ({counted(rejected, 'bad record')}, {empty:,} empty); expected at least "
-        f"one.{first or ' Check the files and the field names.'}"
+        f"one. {remedy}"
     )
+
+
+def first_rejected(samples: list[Sample]) -> str:
+    """Return place and fault of the first bad record, without a full stop; empty where there is none."""
+    return next((sample.first_rejected.rstrip(".") for sample in samples if sample.first_rejected), "")
 
 
 def outcomes(samples: list[Sample], seq_len: int, shape: ModelShape) -> Iterator[dict[str, Any]]:

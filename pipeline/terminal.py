@@ -264,12 +264,22 @@ def plan_view(plan: Report) -> Group:
     packers = ["seq_len", *dict.fromkeys(row["packer"] for row in plan["outcomes"])]
     parts: list[RenderableType] = [
         pairs(rows),
+        *([Text(_rejection(sample), style="yellow")] if sample["rejected"] else []),
         grid(seq_lens, list(_by_seq_len(plan)), "With the default packer"),
         grid(packers, list(_by_packer(plan)), "How full each packer fills packs"),
         Text(f"cost: training FLOPs a token against the cheapest row, {plan['model']}", style="dim"),
         Text(f"→ {advice}", style="bold"),
     ]
     return _spaced(parts)
+
+
+def _rejection(sample: Report) -> str:
+    """Say why records are unreadable, and what a build does about it."""
+    share = sample["rejected"] / (sample["rejected"] + sample["empty"] + sample["documents"])
+    return (
+        f"! {sample['first_rejected']}. A build stops there unless --on-error skip leaves such records out: "
+        f"{percent(share)} of those seen, where --max-rejected allows 1% if it is not raised."
+    )
 
 
 def _by_seq_len(plan: Report) -> Rows:

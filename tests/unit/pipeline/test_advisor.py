@@ -146,6 +146,26 @@ def test_bad_records_count_in_a_chunk_that_the_deadline_ends_too(tmp_path, encod
     assert (sum(map(len, sample.lengths)), sample.rejected, sample.whole) == (1, 1, False)
 
 
+def test_a_plan_says_why_records_are_left_out_and_that_a_build_stops_there(tmp_path, tokenizer_dir):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 3 + '{"body": "x"}\n')
+    flags = [str(tmp_path / "a.jsonl"), "--tokenizer", tokenizer_dir]
+    built = CliRunner().invoke(main, ["build", *flags, "--seq-len", "64", "--out", str(tmp_path / "out")])
+    shown = CliRunner().invoke(main, ["plan", *flags], catch_exceptions=False).stdout
+    found = json.loads(CliRunner().invoke(main, ["plan", *flags, "--json"], catch_exceptions=False).stdout)
+    reason = found["sample"]["first_rejected"]
+    assert "a.jsonl, line 4: no field 'text'" in reason
+    assert built.exit_code == 1
+    assert reason in built.output
+    assert f"! {reason}. A build stops there unless --on-error skip leaves such records out: 25.0% of those" in shown
+
+
+def test_a_plan_of_good_records_warns_of_nothing(corpus, tokenizer_dir):
+    flags = [str(corpus), "--tokenizer", tokenizer_dir]
+    assert "A build stops" not in CliRunner().invoke(main, ["plan", *flags], catch_exceptions=False).stdout
+    found = json.loads(CliRunner().invoke(main, ["plan", *flags, "--json"], catch_exceptions=False).stdout)
+    assert found["sample"]["first_rejected"] is None
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
 def test_no_time_to_sample_is_refused(corpus, tokenizer_dir, seconds):
     done = CliRunner().invoke(main, ["plan", str(corpus), "--tokenizer", tokenizer_dir, "--seconds", seconds])
