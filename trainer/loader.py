@@ -202,13 +202,24 @@ class PackLoader:
         """Continue where another loader stood; the number of processes may differ.
 
         Raises:
-            PackError: The state is of another dataset, or of other settings that change the order.
+            PackError: It is no state of a loader, is of another dataset, or of other settings that change the order.
         """
+        if not isinstance(state, dict) or (missing := self.state_at(0).keys() - state.keys()):
+            what = f"lacks {', '.join(sorted(missing))}" if isinstance(state, dict) else f"is {type(state).__name__}"
+            raise PackError(f"not a state of PackLoader: it {what}. Pass what state_dict() returned.")
         for key, value in self.state_at(0).items():
             if key not in ("epoch", "step") and state.get(key) != value:
                 raise PackError(
                     f"{self.dataset.path}: the checkpoint has {key} {state.get(key)!r}, this run has {value!r}; other "
                     "packs would come. Resume with the same dataset and settings, or start a new run."
+                )
+        for key, limit in (("epoch", None), ("step", self.steps_per_epoch)):
+            value = state[key]
+            if type(value) is not int or value < 0 or (limit is not None and value >= limit):
+                upper = "or more" if limit is None else f"to {limit - 1}"
+                raise PackError(
+                    f"not a state of PackLoader: its {key} is {value!r}; expected a whole number, 0 {upper}. "
+                    "Pass what state_dict() returned."
                 )
         self.steps_taken = state["epoch"] * self.steps_per_epoch + state["step"]
 

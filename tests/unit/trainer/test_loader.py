@@ -180,6 +180,34 @@ def test_ranks_and_sizes_that_cannot_be_are_refused(dataset, fields, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"epoch": -1}, "its epoch is -1; expected a whole number, 0 or more"),
+        ({"epoch": "1"}, "its epoch is '1'; expected a whole number, 0 or more"),
+        ({"step": -1}, "its step is -1; expected a whole number, 0 to {last}"),
+        ({"step": 1.5}, "its step is 1.5; expected a whole number, 0 to {last}"),
+        ({"step": True}, "its step is True; expected a whole number, 0 to {last}"),
+        ({"step": 10**6}, "its step is 1000000; expected a whole number, 0 to {last}"),
+    ],
+)
+def test_a_state_that_no_loader_can_be_in_is_refused_and_changes_nothing(dataset, change, fault):
+    loader = PackLoader(dataset, packs_per_step=4)
+    loader.load_state_dict(loader.state_dict() | {"epoch": 2, "step": loader.steps_per_epoch - 1})
+    before = loader.state_dict()
+    with pytest.raises(PackError) as caught:
+        loader.load_state_dict(before | change)
+    fault = fault.format(last=loader.steps_per_epoch - 1)
+    assert str(caught.value) == f"not a state of PackLoader: {fault}. Pass what state_dict() returned."
+    assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize(("state", "fault"), [({}, "lacks dataset_id, epoch, "), (None, "is NoneType")])
+def test_what_is_no_state_of_a_loader_is_refused(dataset, state, fault):
+    with pytest.raises(PackError, match=f"^not a state of PackLoader: it {fault}"):
+        PackLoader(dataset).load_state_dict(state)
+
+
 def test_mixed_sources_come_in_their_shares(make_dataset, documents):
     dataset = make_dataset({"web": documents(400, 20, seed=1), "code": documents(400, 20, seed=2)}, 48)
     loader = PackLoader(dataset, packs_per_step=4, mix=(("web", 0.75), ("code", 0.25)))
