@@ -234,8 +234,8 @@ def random_lengths(number: int, median: float, longest: int) -> np.ndarray:
 
 
 def strategies_of(suite: Suite, name: str, config: dict[str, Any], sizes: Sizes, median: float, steps: int) -> Table:
-    """Run all strategies over documents of lognormal lengths; as many documents in a step as three padded batches."""
-    lengths = random_lengths(3 * sizes.batch * (steps + 1), median, sizes.seq_len)
+    """Run all strategies over documents of lognormal lengths; as many documents in a step as six padded batches."""
+    lengths = random_lengths(6 * sizes.batch * (steps + 1), median, sizes.seq_len)
     model = write_config(suite, name, config)
     vocab_size = json.loads(Path(model).read_text())["vocab_size"]
     dataset = write_dataset(suite.folder / f"{name}-data", lengths, sizes.seq_len, vocab_size)
@@ -272,7 +272,7 @@ def strategies_of(suite: Suite, name: str, config: dict[str, Any], sizes: Sizes,
 
 def strategies_llama(suite: Suite) -> Iterator[Table]:
     """Compare strategies on the model of 1.24B."""
-    sizes = Sizes(seq_len=8192, batch=16, tokens_per_batch=16384, longest=8192)
+    sizes = Sizes(seq_len=8192, batch=8, tokens_per_batch=16384, longest=8192)
     tiny = Sizes(seq_len=64, batch=4, tokens_per_batch=128, longest=64)
     yield strategies_of(suite, "llama-1b", LLAMA, tiny if suite.tiny else sizes, 15 if suite.tiny else 300, 3)
 

@@ -166,6 +166,8 @@ def bench(preset: str | None, strategies: str | None, html: str | None, as_json:
     _wait_idly()
     from trainer.bench import PRESETS, BenchConfig, run_bench, show, write_page
 
+    if html and not Path(html).resolve().parent.is_dir():  # known before minutes of measuring
+        raise PackError(f"--html {html}: there is no such directory. Create it, or choose another file.")
     given = {name: value for name, value in flags.items() if value is not None}
     if strategies is not None:
         given["strategies"] = tuple(name.strip() for name in strategies.split(",") if name.strip())

@@ -72,7 +72,7 @@ def contest(
         },
         "rows": rows,
         "disagreements": disagreements(rows, TOLERANCE[dtype]),
-        "notes": [*notes, *_wide(rows)],
+        "notes": [*notes, *_full(work, sizes.seq_len), *_wide(rows)],
     }  # fmt: skip
 
 
@@ -128,6 +128,17 @@ def _leak(strategy: Strategy, bench: Bench, work: Work, threshold: float) -> lis
     return [
         f"{strategy.name} is right because use_cache=False is passed: left as the model's configuration has it, the "
         f"same batch has loss {bare:.5f} instead of {right:.5f}, since its documents see each other, without an error"
+    ]
+
+
+def _full(work: Work, seq_len: int) -> list[str]:
+    lengths = [len(ids) for step in work.steps for ids, *_ in step.documents]
+    full = lengths.count(seq_len)
+    if 2 * full <= len(lengths):
+        return []
+    return [
+        f"{full} of {len(lengths)} documents are {seq_len} tokens long, or parts of longer ones: little is padded. "
+        "A larger --seq-len compares more"
     ]
 
 

@@ -152,7 +152,7 @@ def chunks(rows: Sequence[Pack], size: int) -> list[list[Pack]]:
 
 def cut_padded_max(step: StepPacks, sizes: Sizes) -> list[MicroBatch]:
     """Pad every document to `seq_len`."""
-    return [MicroBatch(rows, Shape(row_len=sizes.seq_len)) for rows in chunks(step.documents, sizes.rows)]
+    return [MicroBatch(rows, Shape(row_len=sizes.seq_len)) for rows in chunks(step.documents, sizes.batch)]
 
 
 def cut_padded_longest(step: StepPacks, sizes: Sizes) -> list[MicroBatch]:

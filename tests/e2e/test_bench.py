@@ -81,6 +81,7 @@ def test_without_arguments_it_takes_the_demos_corpus_and_model(monkeypatch):
         (["--strategies", "fast"], "--strategies: 'fast'; expected some of padded-max"),
         (["--model", "model.json"], "so its text needs a tokenizer. Add --tokenizer"),
         ([], "Add --tokenizer"),
+        (["--html", "nowhere/bench.html"], "--html nowhere/bench.html: there is no such directory"),
     ],
 )
 def test_what_is_missing_is_one_line(wikitext, gpt2, tokenizer_dir, arguments, message):

@@ -109,10 +109,17 @@ def test_padding_and_buckets_stay_within_their_sizes(documents):
         assert sorted(id(row) for batch in batches for row in batch.rows) == sorted(map(id, rows))
         for batch in batches:
             assert max(len(row[0]) for row in batch.rows) <= batch.shape.row_len <= 48
-            if cut is cut_padded_longest:
+            if cut is not strategies.cut_length_bucketed:
                 assert len(batch.rows) <= 7
             else:
                 assert len(batch.rows) * batch.shape.row_len <= 144
+
+
+def test_documents_that_fill_whole_rows_are_noted(make_dataset, model_config):
+    whole = [([5] * 48, [0] + [1] * 47)] * 30
+    result = bench(make_dataset({"main": whole}, 48), model_config(), strategies=("packed-varlen",))
+    held = result["steps"]["documents"]
+    assert any(note.startswith(f"{held} of {held} documents are 48 tokens long") for note in result["notes"])
 
 
 class Greedy(HostFed):
