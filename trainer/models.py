@@ -136,10 +136,9 @@ def load_model(
         backend, lines = pick_backend(attention, needs, prove=True)
         return LoadedModel(model=model.train(), backend=backend, report=report, notes=[*notes, *lines, *report.notes])
     if packed:
-        raise ModelError(
-            f"{name} ({report.model_type}): the model {report.reason}. "
-            "Use another model, or if it is causal, a bucketed dataset"
-        )
+        causal = not getattr(config.get_text_config(), "is_encoder_decoder", False)  # no dataset helps those
+        advice = "Use another model" + (", or if it is causal, a bucketed dataset" if causal else "")
+        raise ModelError(f"{name} ({report.model_type}): the model {report.reason}. {advice}")
     model = _build(name, load_config(name), dtype, device, "eager", random=random)
     if sees_ahead(model):
         raise ModelError(f"{name} ({report.model_type}): its tokens see later ones. Use a causal language model")

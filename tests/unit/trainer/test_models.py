@@ -108,6 +108,12 @@ def test_models_that_are_not_safe_are_refused_by_name(
         load_model(path)
 
 
+def test_an_encoder_decoder_is_not_sent_to_another_dataset(config: Write) -> None:
+    path = config("t5")
+    with pytest.raises(ModelError, match=r"\(t5\): the model is an encoder-decoder.* Use another model$"):
+        load_model(path)
+
+
 def test_a_window_that_lives_in_the_mask_only_is_found_out(config: Write) -> None:
     report = check_model(config("phimoe", **EXPERTS, sliding_window=16))
     assert "computes something else packed than alone" in str(report.reason)
