@@ -30,6 +30,7 @@ SEQ_LENS = tuple(1 << k for k in range(10, 18))
 MOST_CHUNKS = 20_000  # of a corpus; larger corpora get larger chunks
 FEW_CUT = 0.01  # share of documents that may be cut where a smaller seq_len is worth it
 FULL = 0.98
+WORSE = {"documents_cut": 1, "fill": -1, "tokens_lost": 1, "relative_cost": 1}  # the side on which a figure is worse
 POLICIES = {"truncate-turns": "truncate", "error": "split"}  # stand-ins: turns are not sampled, nothing stops here
 Plan = dict[str, Any]
 
@@ -267,7 +268,7 @@ def bytes_per_token(encoder: Encoder, seq_len: int) -> float:
 
 
 def recommend(rows: list[dict[str, Any]], max_positions: int | None) -> dict[str, Any]:
-    """Choose the smallest seq_len that cuts few documents and fills packs, and say why."""
+    """Choose the smallest seq_len that cuts few documents and fills packs, or one no worse than that; say why."""
     limit = max_positions or max(row["seq_len"] for row in rows)
     auto = [row for row in rows if row["packer"] == "auto" and row["seq_len"] <= limit]
     if not auto:
@@ -279,15 +280,31 @@ def recommend(rows: list[dict[str, Any]], max_positions: int | None) -> dict[str
     # the last pack may be empty: what counts is how full the others are
     good = [r for r in auto if r["documents_cut"] <= FEW_CUT and r["fill"] * r["packs"] >= FULL * (r["packs"] - 1)]
     chosen = good[0] if good else min(auto, key=lambda row: (row["documents_cut"] > FEW_CUT, -row["fill"]))
+    chosen = next(row for row in auto if all(row[name] * sign <= chosen[name] * sign for name, sign in WORSE.items()))
     smaller = [row for row in auto if row["seq_len"] < chosen["seq_len"]]
     reason = f"{percent(chosen['fill'])} full, {percent(chosen['documents_cut'])} of documents cut"
+    if good and chosen["fill"] < FULL:
+        left = chosen["packs"] * (1 - chosen["fill"])
+        reason += f" (room for {left:.1f} of {counted(chosen['packs'], 'pack')} is left)"
     if smaller:
-        reason += f"; {smaller[-1]['seq_len']} would cut {percent(smaller[-1]['documents_cut'])}"
+        reason += f"; {smaller[-1]['seq_len']} would {_shortcoming(smaller[-1], chosen)}"
     if not good:
         reason += "; no seq_len cuts few documents and fills its packs"
     if chosen["tokens_lost"] > 0:
         reason += f"; {percent(chosen['tokens_lost'])} of tokens lost to the overlong policy"
     return {"seq_len": chosen["seq_len"], "packer": "auto", "reason": reason}
+
+
+def _shortcoming(row: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """Say in what a row is worse than the chosen one."""
+    cut, full, lost = (percent(row[name]) for name in ("documents_cut", "fill", "tokens_lost"))
+    if row["documents_cut"] > chosen["documents_cut"]:
+        return f"cut {cut}"
+    if row["fill"] < chosen["fill"]:
+        return f"be {full} full and cut {cut}"
+    if row["tokens_lost"] > chosen["tokens_lost"]:
+        return f"lose {lost} of tokens"
+    return f"cost {row['relative_cost'] / chosen['relative_cost']:.3f} times as much a token"
 
 
 def fill_by_seq_len(lengths: np.ndarray) -> list[dict[str, Any]]:

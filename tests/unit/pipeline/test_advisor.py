@@ -88,7 +88,7 @@ def test_the_interval_covers_the_true_share_about_95_times_in_100(corpus):
     assert 0.90 <= hits / 400 <= 0.99
 
 
-def row(seq_len, fill, cut, packs=1000, lost=0.0):
+def row(seq_len, fill, cut, packs=1000, lost=0.0, cost=1.0):
     return {
         "packer": "auto",
         "seq_len": seq_len,
@@ -96,6 +96,7 @@ def row(seq_len, fill, cut, packs=1000, lost=0.0):
         "documents_cut": cut,
         "packs": packs,
         "tokens_lost": lost,
+        "relative_cost": cost,
     }
 
 
@@ -118,7 +119,30 @@ def test_a_model_with_few_positions_limits_the_advice():
 
 
 def test_a_small_corpus_is_not_blamed_for_its_last_pack():
-    assert recommend([row(2048, 0.60, 0.0, packs=2)], None)["reason"] == "60.0% full, 0.0% of documents cut"
+    reason = "60.0% full, 0.0% of documents cut (room for 0.8 of 2 packs is left)"
+    assert recommend([row(2048, 0.60, 0.0, packs=2)], None)["reason"] == reason
+
+
+def test_of_seq_lens_that_do_equally_well_the_smallest_is_recommended():
+    # 24 documents of 3,600 tokens: one a pack of 4,096, two a pack of 8,192, and 18 in one of 65,536
+    rows = [row(2048, 0.879, 1.0, 48), row(4096, 0.879, 0.0, 24), row(8192, 0.879, 0.0, 12), row(65536, 0.659, 0.0, 2)]
+    advice = recommend(rows, None)
+    assert advice["seq_len"] == 4096
+    reason = "87.9% full, 0.0% of documents cut (room for 2.9 of 24 packs is left); 2048 would cut 100.0%"
+    assert advice["reason"] == reason
+
+
+def test_the_reason_names_what_speaks_against_the_next_smaller_seq_len():
+    chosen = row(8192, 0.89, 0.0, 6)
+    for worse, said in (
+        (row(4096, 0.80, 0.0, 14), "4096 would be 80.0% full and cut 0.0%"),
+        (row(4096, 0.89, 0.02, 12), "4096 would cut 2.0%"),
+        (row(4096, 0.89, 0.0, 12, lost=0.05), "4096 would lose 5.0% of tokens"),
+        (row(4096, 0.89, 0.0, 12, cost=1.5), "4096 would cost 1.500 times as much a token"),
+    ):
+        advice = recommend([worse, chosen], None)
+        assert advice["seq_len"] == 8192
+        assert advice["reason"].endswith(f"(room for 0.7 of 6 packs is left); {said}")
 
 
 def test_a_corpus_without_documents_is_an_error(tmp_path, encoder):
