@@ -91,7 +91,11 @@ def model(report: Report) -> Iterator[str]:
 
 
 def repeats(report: Report) -> Iterator[str]:
-    """A mix that shows some source again and again."""
+    """A mix that shows some source again and again, or never."""
+    mixed = {entry["source"] for entry in report["mix"]}
+    for source in report["sources"] if mixed else ():
+        if source["name"] not in mixed:
+            yield f"Source {source['name']!r} has no weight in --mix, so it would never be trained."
     for entry in report["mix"]:
         if entry["passes"] > 4.5:
             yield (

@@ -97,6 +97,14 @@ def test_passes_of_a_mix_count_how_often_each_source_is_seen(dataset):
     assert entries["code"] == pytest.approx(0.9 * (10 * web) / code)
 
 
+@pytest.mark.parametrize("mix", [{"web": 1.0}, {"web": 1.0, "code": 0.0}])
+def test_a_source_that_a_mix_leaves_out_is_said_to_be_never_trained(dataset, mix):
+    said = "Source 'code' has no weight in --mix, so it would never be trained."
+    assert said in inspect(dataset, mix=mix)["warnings"]
+    for other in ({}, {"web": 0.5, "code": 0.5}):
+        assert not [warning for warning in inspect(dataset, mix=other)["warnings"] if "never be trained" in warning]
+
+
 def test_a_mix_of_unknown_sources_is_refused(dataset):
     with pytest.raises(PackError, match=r"--mix chat: .*it has web, code"):
         inspect(dataset, mix={"chat": 1.0})
