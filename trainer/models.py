@@ -18,6 +18,7 @@ from trainer.guard import ModelReport, inspect_model, positions_of, refusal, see
 from trainer.liger import replace_layers
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+_WEIGHTS = ("*.safetensors*", "*.bin*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ def _without_attention_dropout(config: Any) -> list[str]:
 
 def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, attention: str, *, random: bool) -> Any:
     """Return the model, with random weights or with its own."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -87,8 +89,15 @@ def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, att
         model, info = auto.from_pretrained(
             name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"{name}: cannot load a causal model: {_first_line(error)}. Check the name") from error
+    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
+        if Path(name).is_dir() and not any(found for kind in _WEIGHTS for found in Path(name).glob(kind)):
+            raise ModelError(
+                f"{name}: holds no weights; expected model.safetensors. "
+                f"Use a complete model, or {Path(name) / 'config.json'} to start from random weights"
+            ) from error
+        raise ModelError(
+            f"{name}: cannot load a causal model: {_first_line(error)}. Check the name, and its files"
+        ) from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{name}: {len(missing)} weights are not in the checkpoint and would start random, first {missing[0]}; "

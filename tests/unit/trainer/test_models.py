@@ -226,6 +226,22 @@ def test_a_checkpoint_with_missing_weights_is_refused(config: Write, tmp_path: P
         load_model(str(tmp_path / "part"))
 
 
+def test_a_directory_without_weights_is_sent_to_its_configuration(config: Write, tmp_path: Path) -> None:
+    directory = tmp_path / "bare"
+    directory.mkdir()
+    (directory / "config.json").write_bytes(Path(config("llama")).read_bytes())
+    with pytest.raises(ModelError) as caught:
+        load_model(str(directory))
+    assert str(caught.value) == (
+        f"{directory}: holds no weights; expected model.safetensors. "
+        f"Use a complete model, or {directory}/config.json to start from random weights"
+    )
+    assert load_model(f"{directory}/config.json").report.accepted
+    (directory / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelError, match="cannot load a causal model: .*Check the name, and its files"):
+        load_model(str(directory))
+
+
 def test_a_saved_model_loads_with_its_own_weights(config: Write, tmp_path: Path) -> None:
     model = load_model(config("qwen3", head_dim=16)).model
     model.save_pretrained(tmp_path / "model")
