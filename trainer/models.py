@@ -6,6 +6,9 @@ beyond the vocabulary are errors, embeddings are never resized.
 
 import copy
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,7 @@ def load_config(name: str) -> Any:
     Raises:
         ModelError: There is none, or transformers does not know its model type.
     """
-    from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(name)
@@ -53,12 +56,29 @@ def load_config(name: str) -> Any:
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise ModelError(f"{name}: no model_type; expected the configuration of a transformers model. Add one")
             return AutoConfig.for_model(**fields)
-        return AutoConfig.from_pretrained(name)
+        with _quiet_hub():
+            return AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:  # the first line names transformers' validator, the last one the fault
         fault = str(error).strip().splitlines()[-1].strip().rstrip(".")
         raise ModelError(f"{name}: not a sound model configuration: {fault}. Correct it") from error
     except (OSError, ValueError, TypeError) as error:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise ModelError(
+                f"{name}: no such directory, and the hub cannot be reached. Check the path, or the network"
+            ) from error
         raise ModelError(f"{name}: cannot read a model configuration: {_first_line(error)}. Check the name") from error
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Keep the lines of the hub's client about each retry off the terminal: our one error says what was tried."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _first_line(error: BaseException) -> str:
@@ -86,9 +106,10 @@ def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, att
         if random:
             with device:
                 return auto.from_config(config, dtype=dtype, attn_implementation=attention)
-        model, info = auto.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
+        with _quiet_hub():
+            model, info = auto.from_pretrained(
+                name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
     except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
         if Path(name).is_dir() and not any(found for kind in _WEIGHTS for found in Path(name).glob(kind)):
             raise ModelError(

@@ -1,10 +1,12 @@
 """Which models are accepted, which are refused and in what words, and what loading says about them."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from torch import Tensor, nn
@@ -196,6 +198,31 @@ def test_a_path_that_leads_nowhere_is_not_looked_up_on_the_hub(name: str) -> Non
         load_config(name)
 
 
+def test_a_hub_that_cannot_be_reached_is_one_line_without_its_clients_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, lines = logging.getLogger("huggingface_hub.utils._http"), []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lines.append)
+
+    def unreachable(*_: object, **__: object) -> None:
+        client.warning("Retrying in 1s [Retry 1/5].")
+        raise huggingface_hub.errors.OfflineModeIsEnabled("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.file_download, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    client.addHandler(handler)
+    try:
+        with pytest.raises(ModelError) as caught:
+            load_config("nonexistent/foo")
+        assert lines == []
+        client.warning("said outside")
+        assert len(lines) == 1
+    finally:
+        client.removeHandler(handler)
+    assert str(caught.value) == (
+        "nonexistent/foo: no such directory, and the hub cannot be reached. Check the path, or the network"
+    )
+
+
 @pytest.mark.parametrize("model_type", ["bloom", "mamba"])
 def test_a_refused_model_still_trains_on_rectangles(model_type: str, config: Write) -> None:
     torch.manual_seed(0)
@@ -238,7 +265,7 @@ def test_a_directory_without_weights_is_sent_to_its_configuration(config: Write,
     )
     assert load_model(f"{directory}/config.json").report.accepted
     (directory / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ModelError, match="cannot load a causal model: .*Check the name, and its files"):
+    with pytest.raises(ModelError, match=r"cannot load a causal model: .*Check the name, and its files"):
         load_model(str(directory))
 
 
