@@ -9,6 +9,7 @@ with the reference engine, before the commit.
 
 import errno
 import platform
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -29,12 +30,13 @@ from pipeline.tokenizer_spec import load_spec
 from pipeline.tokenizing import REFERENCE
 from pipeline.window import Job, Task
 from shards.errors import FormatError, PackError, counted
-from shards.manifest import Record, commit, read_sidecar
+from shards.manifest import Record, commit, datasets_files, digest_files, read_sidecar, sidecar_name
 from shards.plan import Plan, differences, parse_plan, plan_id
 from shards.publish import Store, canonical, unseal
 from shards.schema import FORMAT, VERSION
 
 RECIPE = 1  # raise it when the same plan would give other bytes
+OWN = re.compile(r"\d{8}(\.json|-[0-9a-f]{16}\.arrow)")  # what a build names its files in shards/
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -112,9 +114,8 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
 
 def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begin: float) -> Record:
     """Prepare the directory, run what is missing, redo what is in doubt, commit."""
-    done = _prepare(store, config, job)
+    done = _prepare(store, config, job, progress)
     if done is not None:
-        progress.say(f"{config.out}: is already built (dataset {done['dataset_id'][:12]}); nothing to do")
         return done
     sizes = [file.bytes for source in job.sources for file in source.files]
     progress.begin(None if None in sizes else sum(size or 0 for size in sizes))
@@ -186,26 +187,33 @@ def make_plan(
     }
 
 
-def _prepare(store: Store, config: BuildConfig, job: Job) -> Record | None:
+def _prepare(store: Store, config: BuildConfig, job: Job, progress: Progress) -> Record | None:
     """Make the output directory hold this plan; return the manifest if the dataset is already there."""
     data = store.get("plan.json")
-    if data is None and (strangers := sorted(store.sizes("").keys() - {"_tmp", "shards", "tokenizer"})):
+    if data is None:
+        _check_planless(store, config)
+    if config.finalize and not store.sizes("shards"):
         raise PackError(
-            f"{config.out}: holds something else ({', '.join(strangers[:3])}); expected an empty or absent directory. "
-            "Choose another --out."
+            f"{config.out}: --finalize found no window there; expected those that the parts of the build made. "
+            "Run every part first: --windows i::n."
         )
-    if data is not None and (config.overwrite or _abandoned(store, data, config)):
-        store.clear()
+    if config.overwrite or (data is not None and _abandoned(store, data, config)):
+        if data is not None or store.size("manifest.json") is not None:
+            store.clear()
     elif data is not None:
         _check_same(data, config, job)
         manifest = _whole_manifest(store)
-        if manifest is not None:
-            return manifest
-        if not (config.resume or config.windows or config.finalize):
+        _refuse_strays(store, manifest)
+        lost = {} if manifest is None else _lost_files(store, job, manifest)
+        if (manifest is None or lost != {}) and not (config.resume or config.windows or config.finalize):
             raise PackError(
                 f"{config.out}: holds an unfinished or damaged build of this plan. "
                 "Add --resume to build what is missing, or --overwrite."
             )
+        if manifest is not None and lost is not None:
+            _restore(store, lost, progress)
+            progress.say(f"{config.out}: is already built (dataset {manifest['dataset_id'][:12]}); nothing to do")
+            return manifest
         store.remove("manifest.json")
     store.create()
     store.sweep()
@@ -215,6 +223,67 @@ def _prepare(store: Store, config: BuildConfig, job: Job) -> Record | None:
     if store.get("plan.json") is None:
         store.put("plan.json", canonical(job.plan))
     return None
+
+
+def _check_planless(store: Store, config: BuildConfig) -> None:
+    """Refuse a directory without a plan where it holds what is not ours, or a dataset that lost its plan."""
+    try:
+        dataset = unseal(store.get("manifest.json") or b"", "manifest.json", "F1").get("format") == FORMAT
+    except FormatError:
+        dataset = False
+    if dataset and not config.overwrite:
+        raise PackError(
+            f"{config.out}: plan.json is missing beside manifest.json; expected the plan of the dataset. "
+            "Put it back, or build again with --overwrite."
+        )
+    if not dataset and (strangers := sorted(store.sizes("").keys() - {"_tmp", "shards", "tokenizer"})):
+        raise PackError(
+            f"{config.out}: holds something else ({', '.join(strangers[:3])}); expected an empty or absent directory. "
+            "Choose another --out."
+        )
+
+
+def _refuse_strays(store: Store, manifest: Record | None) -> None:
+    """Refuse files among a dataset's own that are not of it: they would break its rules, and are not ours to remove."""
+    if manifest is None:
+        strays = [f"shards/{name}" for name in store.sizes("shards") if not OWN.fullmatch(name)]
+    else:
+        listed = {shard["file"] for shard in manifest["shards"]}
+        listed |= {sidecar_name(shard["window"]) for shard in manifest["shards"]}
+        listed |= {f"tokenizer/{name}" for name in manifest["tokenizer_files"]}
+        there = [f"{directory}/{name}" for directory in ("shards", "tokenizer") for name in store.sizes(directory)]
+        strays = [name for name in there if name not in listed]
+    if strays:
+        more = f" and {len(strays) - 3} more" if len(strays) > 3 else ""
+        raise PackError(
+            f"{store.location}: holds {', '.join(sorted(strays)[:3])}{more}; expected no file there beside those of "
+            "the dataset. Move them away, then run the same command again."
+        )
+
+
+def _lost_files(store: Store, job: Job, manifest: Record) -> dict[str, bytes] | None:
+    """Return what a dataset whose shards are whole lacks beside them, by name; None where it must be committed anew."""
+    expected = {name: canonical(content) for name, content in datasets_files(job.plan, manifest).items()}
+    lost = {name: content for name, content in expected.items() if store.get(name) != content}
+    ours = digest_files(job.tokenizer_files)  # the same tokenizer may be written otherwise now
+    for name, digest in manifest["tokenizer_files"].items():
+        there = store.get(f"tokenizer/{name}")
+        if there is None or xxhash.xxh3_128_hexdigest(there) != digest:
+            if ours.get(name) != digest:
+                return None
+            lost[f"tokenizer/{name}"] = job.tokenizer_files[name]
+    return lost
+
+
+def _restore(store: Store, lost: dict[str, bytes], progress: Progress) -> None:
+    """Write again what is lost of a dataset whose shards are whole."""
+    if not lost:
+        return
+    store.create()
+    for name, content in lost.items():
+        store.put(name, content)
+    store.sweep(everything=True)
+    progress.say(f"{store.location}: wrote again {', '.join(lost)}")
 
 
 def _abandoned(store: Store, data: bytes, config: BuildConfig) -> bool:
@@ -352,7 +421,7 @@ def _commit(store: Store, job: Job, survey: Survey, num_windows: int, facts: Rec
     check_totals(survey.totals, job.sources)
     try:
         for name in store.sizes("shards"):
-            if f"shards/{name}" not in survey.kept:
+            if f"shards/{name}" not in survey.kept and OWN.fullmatch(name):
                 store.remove(f"shards/{name}")
         manifest = commit(store, job.plan, all_sidecars(store, num_windows), job.tokenizer_files, facts)
         store.sweep(everything=True)

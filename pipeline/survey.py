@@ -87,7 +87,8 @@ def all_sidecars(store: Store, num_windows: int) -> Iterator[Record]:
         sidecar = read_sidecar(store, window)
         if sidecar is None:
             raise PackError(
-                f"{store.location}: window {window} of {num_windows} is missing. Run the build again with --resume."
+                f"{store.location}: window {window} of {num_windows} is missing. Run the build again with --resume, or "
+                f"in a job array the part that has it (--windows i::n, where i is {window} modulo n)."
             )
         yield sidecar
 

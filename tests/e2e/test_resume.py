@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pipeline.builder
 import pipeline.engines
 from pipeline import BuildConfig, build
 from shards import Dataset, PackError, verify
+from shards.publish import seal
 
 
 def lines(number: int, word: str = "packing") -> bytes:
@@ -87,6 +89,96 @@ def test_a_damaged_dataset_is_mended_by_resume_alone(options, ran, damage):
     assert ran == ([2] if "shard" in damage or "sidecar" in damage else [])
     assert mended["dataset_id"] == whole["dataset_id"]
     assert verify(out).ok
+
+
+@pytest.mark.parametrize("damage", ["lost", "changed"])
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "tokenizer", "tokenizer/tokenizer.json"])
+def test_small_files_beside_whole_shards_are_restored_alone(options, ran, name, damage):
+    build(BuildConfig(**options))
+    place = Path(options["out"]) / name
+    before = {path: path.read_bytes() for path in Path(options["out"]).rglob("*") if path.is_file()}
+    if place.is_dir():
+        shutil.rmtree(place)
+    elif damage == "lost":
+        place.unlink()
+    else:
+        place.write_bytes(place.read_bytes()[:-1] + b" ")
+    ran.clear()
+    with pytest.raises(PackError, match=r"damaged build of this plan. Add --resume"):
+        build(BuildConfig(**options))
+    build(BuildConfig(**options, resume=True))
+    assert ran == []
+    assert before == {path: path.read_bytes() for path in Path(options["out"]).rglob("*") if path.is_file()}
+    assert verify(options["out"]).ok
+
+
+def test_a_tokenizer_that_is_written_otherwise_does_not_make_a_whole_dataset_a_damaged_one(options, ran, tmp_path):
+    first = build(BuildConfig(**options))
+    copy = Path(shutil.copytree(options["tokenizer"], tmp_path / "copy"))
+    text = json.loads((copy / "tokenizer.json").read_text())
+    (copy / "tokenizer.json").write_text(json.dumps(text))
+    ran.clear()
+    assert build(BuildConfig(**options | {"tokenizer": str(copy)})) == first | {"facts": first["facts"]}
+    (Path(options["out"]) / "tokenizer" / "tokenizer.json").unlink()
+    build(BuildConfig(**options | {"tokenizer": str(copy)}, resume=True))
+    assert ran == []
+    assert verify(options["out"]).ok
+
+
+@pytest.mark.parametrize("name", ["shards/notes.txt", "shards/00000099-" + "0" * 16 + ".arrow", "tokenizer/notes.txt"])
+def test_files_of_others_in_a_finished_dataset_are_named_and_kept(options, name):
+    build(BuildConfig(**options))
+    stray = Path(options["out"]) / name
+    stray.write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(PackError, match=rf"holds {name}; expected no file there .* Move them away"):
+            build(BuildConfig(**options, resume=resume))
+    assert stray.read_text() == "mine"
+    stray.unlink()
+    build(BuildConfig(**options, resume=True))
+    assert verify(options["out"]).ok
+
+
+def test_files_of_others_in_an_unfinished_build_are_named_and_kept(options, monkeypatch):
+    interrupt(monkeypatch, options, at_window=2)
+    stray = Path(options["out"]) / "shards" / "notes.txt"
+    stray.write_text("mine")
+    with pytest.raises(PackError, match=r"holds shards/notes\.txt; expected no file there"):
+        build(BuildConfig(**options, resume=True))
+    assert stray.read_text() == "mine"
+
+
+def test_a_dataset_without_its_plan_says_so_and_is_built_again_by_overwrite(options, ran):
+    first = build(BuildConfig(**options))
+    (Path(options["out"]) / "plan.json").unlink()
+    for resume in (False, True):
+        with pytest.raises(PackError, match=r"plan\.json is missing beside manifest\.json.* again with --overwrite"):
+            build(BuildConfig(**options, resume=resume))
+    ran.clear()
+    assert build(BuildConfig(**options, overwrite=True))["dataset_id"] == first["dataset_id"]
+    assert len(ran) == len(first["shards"])
+    assert verify(options["out"]).ok
+
+
+def test_the_manifest_of_another_program_does_not_make_a_directory_ours(options):
+    out = Path(options["out"])
+    out.mkdir()
+    (out / "manifest.json").write_bytes(seal({"format": "another"}))
+    with pytest.raises(PackError, match=r"holds something else \(manifest\.json\)"):
+        build(BuildConfig(**options, overwrite=True))
+    assert [path.name for path in out.iterdir()] == ["manifest.json"]
+
+
+def test_finalize_where_nothing_was_built_makes_no_directory(options):
+    with pytest.raises(PackError, match=r"--finalize found no window there.* Run every part first: --windows i::n"):
+        build(BuildConfig(**options, finalize=True))
+    assert not Path(options["out"]).exists()
+
+
+def test_finalize_names_the_part_that_has_a_missing_window(options):
+    build(BuildConfig(**options, windows="0::3"))
+    with pytest.raises(PackError, match=r"window 1 of \d+ is missing.*\(--windows i::n, where i is 1 modulo n\)"):
+        build(BuildConfig(**options, finalize=True))
 
 
 @pytest.mark.parametrize("change", ["corpus", "tokenizer", "option"])
