@@ -283,9 +283,9 @@ def recommend(rows: list[dict[str, Any]], max_positions: int | None) -> dict[str
     chosen = next(row for row in auto if all(row[name] * sign <= chosen[name] * sign for name, sign in WORSE.items()))
     smaller = [row for row in auto if row["seq_len"] < chosen["seq_len"]]
     reason = f"{percent(chosen['fill'])} full, {percent(chosen['documents_cut'])} of documents cut"
-    if good and chosen["fill"] < FULL:
-        left = chosen["packs"] * (1 - chosen["fill"])
-        reason += f" (room for {left:.1f} of {counted(chosen['packs'], 'pack')} is left)"
+    left = chosen["packs"] * (1 - chosen["fill"])
+    if good and chosen["fill"] < FULL and left >= 0.1:
+        reason += f" (empty: {left:.1f} of {counted(chosen['packs'], 'pack')})"
     if smaller:
         reason += f"; {smaller[-1]['seq_len']} would {_shortcoming(smaller[-1], chosen)}"
     if not good:

@@ -119,7 +119,7 @@ def test_a_model_with_few_positions_limits_the_advice():
 
 
 def test_a_small_corpus_is_not_blamed_for_its_last_pack():
-    reason = "60.0% full, 0.0% of documents cut (room for 0.8 of 2 packs is left)"
+    reason = "60.0% full, 0.0% of documents cut (empty: 0.8 of 2 packs)"
     assert recommend([row(2048, 0.60, 0.0, packs=2)], None)["reason"] == reason
 
 
@@ -128,7 +128,7 @@ def test_of_seq_lens_that_do_equally_well_the_smallest_is_recommended():
     rows = [row(2048, 0.879, 1.0, 48), row(4096, 0.879, 0.0, 24), row(8192, 0.879, 0.0, 12), row(65536, 0.659, 0.0, 2)]
     advice = recommend(rows, None)
     assert advice["seq_len"] == 4096
-    reason = "87.9% full, 0.0% of documents cut (room for 2.9 of 24 packs is left); 2048 would cut 100.0%"
+    reason = "87.9% full, 0.0% of documents cut (empty: 2.9 of 24 packs); 2048 would cut 100.0%"
     assert advice["reason"] == reason
 
 
@@ -142,7 +142,7 @@ def test_the_reason_names_what_speaks_against_the_next_smaller_seq_len():
     ):
         advice = recommend([worse, chosen], None)
         assert advice["seq_len"] == 8192
-        assert advice["reason"].endswith(f"(room for 0.7 of 6 packs is left); {said}")
+        assert advice["reason"].endswith(f"(empty: 0.7 of 6 packs); {said}")
 
 
 def test_a_corpus_without_documents_is_an_error(tmp_path, encoder):
