@@ -7,6 +7,8 @@ strings and loaded when asked for.
 import json
 import os
 import re
+import sys
+import traceback
 from dataclasses import fields
 from importlib import import_module
 from typing import Any
@@ -23,6 +25,7 @@ LAZY = {
     "bench": "trainer.cli:bench",
     "demo": "trainer.cli:demo",
 }
+PRINTERS = ("click.utils", "rich.console")  # the modules that write to stdout
 UNITS = {"": 1, "B": 1}
 UNITS |= {unit: 1000**k for k, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}
 UNITS |= {unit: 1024**k for k, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
@@ -62,6 +65,19 @@ class PackGroup(click.Group):
             command: click.Command = getattr(import_module(module), attribute)
             return command
         return super().get_command(ctx, cmd_name)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as a program; an output that cannot be written (a full disk behind `>`) is one line on stderr too."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+            if frame.f_globals["__name__"] not in PRINTERS:
+                raise
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # or Python tries again as it exits
+            reason = f"cannot be written ({error.strerror}); what the command made is kept"
+            click.echo(f"Error: stdout: {reason}. Send the output elsewhere.", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a fault that the user can mend is one line on stderr and exit code 1."""

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -512,3 +514,26 @@ def test_wrapped_refuses_a_policy_for_long_documents_that_it_would_not_heed(tmp_
         options = {"records": RecordOptions(kind="chat", overlong=allowed), "seq_len": 8}
         built = build(config(tmp_path / "c.jsonl", tokenizer_dir, tmp_path / allowed, packer="wrapped", **options))
         assert built["totals"]["documents"]["packed"] == 9
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("command", ["build", "inspect", "inspect --json", "show", "verify", "--help"])
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, tokenizer_dir, command):
+    path, out = write_jsonl(tmp_path / "c.jsonl", corpus(60)), tmp_path / "out"
+    name, *flags = command.split()
+    flags.append(str(path if name == "build" else out))
+    if name == "build":
+        flags += ["--tokenizer", tokenizer_dir, "--seq-len", "128", "--out", str(out), "--workers", "1"]
+    else:
+        build(config(path, tokenizer_dir, out))
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "pipeline", name, *flags], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert process.returncode == 1
+    lines = [line for line in process.stderr.splitlines() if not line.startswith("compiling")]
+    assert lines == [
+        "Error: stdout: cannot be written (No space left on device); what the command made is kept. "
+        "Send the output elsewhere."
+    ]
+    assert verify(out).ok
