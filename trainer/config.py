@@ -77,7 +77,10 @@ class TrainConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise PackError(f"{flag(name)}: {getattr(self, name)!r}; expected one of {', '.join(allowed)}.")
-        for name in ("steps", "tokens_per_batch", "packs_per_step", "save_every", "eval_every", "log_every", "keep"):
+        for name in (
+            "steps", "tokens_per_batch", "packs_per_step", "decay_steps",
+            "save_every", "eval_every", "log_every", "keep",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackError(f"{flag(name)}: {value}; expected at least 1.")
@@ -103,8 +106,8 @@ class TrainConfig:
                 raise PackError(f"{flag(name)}: there is no mix. Add --mix.")
         if self.min_lr > self.lr:
             raise PackError(f"--min-lr: {self.min_lr}; expected at most --lr, {self.lr}.")
-        if self.decay_steps is not None and (self.schedule != "wsd" or self.decay_steps < 1):
-            raise PackError(f"--decay-steps: {self.decay_steps}; expected at least 1, and --schedule wsd.")
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise PackError(f"--decay-steps: --schedule {self.schedule} has no final decay. Add --schedule wsd.")
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.lora_rank:
                 raise PackError(f"{flag(name)}: there are no adapters. Add --lora-rank.")

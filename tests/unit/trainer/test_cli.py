@@ -111,7 +111,8 @@ def test_wandb_that_is_missing_is_named(dataset, model_config, tmp_path, monkeyp
     [
         ({"beta1": 1.5}, "--beta1: 1.5; expected"),
         ({"lr": 1e-4, "min_lr": 1e-3}, "--min-lr: 0.001; expected at most --lr"),
-        ({"decay_steps": 5}, "--decay-steps: 5; expected at least 1, and --schedule wsd"),
+        ({"decay_steps": 5}, "--decay-steps: --schedule cosine has no final decay. Add --schedule wsd"),
+        ({"decay_steps": 0, "schedule": "wsd"}, "--decay-steps: 0; expected at least 1"),
         ({"lora_targets": ("q_proj",)}, "--lora-targets: there are no adapters. Add --lora-rank"),
         ({"lora_alpha": 8}, "--lora-alpha: there are no adapters. Add --lora-rank"),
         ({"mix_by": "packs"}, "--mix-by: there is no mix. Add --mix"),
