@@ -121,6 +121,8 @@ class BuildConfig:
     "Share of bad records above which a build with on_error=skip stops."
 
     def __post_init__(self) -> None:
+        if not self.out:
+            raise PackError("--out: is empty; expected a directory or an fsspec URL. Check the quoted variable.")
         if not 2 <= self.seq_len <= MOST_SEQ_LEN:
             raise PackError(f"--seq-len: {self.seq_len:,}; expected 2 to {MOST_SEQ_LEN:,} tokens.")
         if self.workers < 1:

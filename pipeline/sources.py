@@ -10,6 +10,7 @@ cannot be cut without reading it (`streamed`) is cut while reading, by `streams.
 import glob
 import os
 import re
+import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,10 @@ def resolve_specs(
     by_name = by_name or {}
     groups: dict[str, list[str]] = {}
     for spec in specs:
+        if not spec:
+            raise SourceError(
+                "SOURCE: is empty; expected a file, directory, dataset or URL. Check the quoted variable."
+            )
         name, rest = _split_name(spec)
         groups.setdefault(name, []).append(rest)
     if stray := sorted(set(by_name) - set(groups)):
@@ -229,7 +234,8 @@ def _expand(spec: str, options: RecordOptions, skipped: dict[str, int]) -> list[
     if MAGIC_CHARACTERS.search(spec) and not os.path.exists(spec):
         root, matches = _above(spec) or ".", glob.glob(spec, recursive=True)
         directories = [] if "**" in spec else [path for path in matches if os.path.isdir(path)]
-        files = [_local(path, os.path.relpath(path, root), options) for path in matches if os.path.isfile(path)]
+        others = [path for path in matches if os.path.exists(path) and not os.path.isdir(path)]
+        files = [_local(path, os.path.relpath(path, root), options) for path in others]
         return files + [file for path in directories for file in _expand_directory(path, root, options, skipped)]
     if os.path.isdir(spec):
         return _expand_directory(spec, spec, options, skipped)
@@ -298,6 +304,11 @@ def _format_of(name: str, options: RecordOptions) -> tuple[str | None, str | Non
 
 
 def _local(location: str, name: str, options: RecordOptions) -> SourceFile:
+    if not is_url(location) and os.path.exists(location) and not os.path.isfile(location):
+        what = "a pipe" if stat.S_ISFIFO(os.stat(location).st_mode) else "no regular file"
+        raise SourceError(
+            f"{location}: is {what}; expected a file that can be read more than once. Use - and redirect it to stdin."
+        )
     kind, compression = _format_of(location, options)
     if kind is None:
         raise SourceError(

@@ -537,3 +537,18 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path, tokenizer_dir, c
         "Send the output elsewhere."
     ]
     assert verify(out).ok
+
+
+def test_an_empty_out_or_source_is_named(tmp_path, tokenizer_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "c.jsonl", ["x y z"])
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "9", "--workers", "1"]
+    no_out = run("build", "c.jsonl", *flags, "--out", "")
+    assert no_out.stderr == (
+        "Error: --out: is empty; expected a directory or an fsspec URL. Check the quoted variable.\n"
+    )
+    no_source = run("build", "c.jsonl", "", *flags, "--out", "o")
+    assert no_source.stderr == (
+        "Error: SOURCE: is empty; expected a file, directory, dataset or URL. Check the quoted variable.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]

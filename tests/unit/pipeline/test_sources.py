@@ -640,3 +640,22 @@ def test_an_error_of_a_store_s_own_class_is_one_line():
         raise ValueError("no range requests. Only reading from the beginning")
     with pytest.raises(TypeError), reaching("s3://b/x"):
         raise TypeError("a bug stays a bug")
+
+
+@pytest.mark.parametrize("spec", ["p.jsonl", "*.jsonl", "."])
+def test_a_pipe_is_refused_beside_whatever_else_and_never_taken_for_an_empty_file(tmp_path, monkeypatch, spec):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(jsonl())
+    os.mkfifo("p.jsonl")
+    with pytest.raises(SourceError, match=r"p\.jsonl: is a pipe; expected a file .* Use - and redirect it to stdin"):
+        resolve_specs(["other=a.jsonl", spec], OPTIONS)
+
+
+def test_process_substitution_is_refused_as_a_pipe_before_its_missing_suffix():
+    read, write = os.pipe()
+    try:
+        with pytest.raises(SourceError, match=rf"^/dev/fd/{read}: is a pipe"):
+            resolve_specs([f"/dev/fd/{read}"], OPTIONS)
+    finally:
+        os.close(read)
+        os.close(write)
