@@ -173,6 +173,12 @@ class Metrics:
             self._file.close()
 
 
+def last_step(path: Path) -> int:
+    """Return the last step that a metrics.jsonl tells of, 0 where there is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((step for line in lines if (step := _step(line)) != sys.maxsize), default=0)
+
+
 def _step(line: str) -> int:
     try:
         return int(json.loads(line)["step"])

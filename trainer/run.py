@@ -22,7 +22,7 @@ from trainer.config import TrainConfig, flag
 from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
 from trainer.loss import PackedLM
-from trainer.metrics import Cost, Metrics, cost_of
+from trainer.metrics import Cost, Metrics, cost_of, last_step
 from trainer.models import checkpoint_activations, load_model
 from trainer.optimizer import build_optimizer
 
@@ -100,6 +100,8 @@ def set_up(config: TrainConfig, world: World) -> Run:
     checkpoints = Checkpoints(out / "checkpoints", config.keep, world)
     path = checkpoints.latest() if config.resume else None
     facts = _facts(config, checkpoints, path) if path else {}
+    if config.resume and not path:
+        _refuse_lost(out)
     loader = _loader(config, world, dataset, facts)  # before the model: settings that do not fit are said at once
     if facts:
         loader.load_state_dict(facts["loader"])
@@ -150,6 +152,31 @@ def _claim(out: Path, config: TrainConfig) -> None:
         (out / "train.json").write_text(json.dumps(config.to_dict(), indent=1))
     except OSError as error:
         raise PackError(f"{out}: cannot write here ({error.strerror}). Choose another --out.") from error
+
+
+def _refuse_lost(out: Path) -> None:
+    """Refuse to start over a run that has lost its checkpoints; one that died before its first has none to lose.
+
+    Raises:
+        PackError: There are checkpoints, none of them sound, or there must have been some.
+    """
+    root = out / "checkpoints"
+    if number := len(list(root.glob("step-*"))):
+        raise PackError(
+            f"{root}: {counted(number, 'checkpoint')}, none sound; expected one to continue from. "
+            "Restore one, or choose another --out."
+        )
+    try:
+        every = json.loads((out / "train.json").read_text())["save_every"] or math.inf
+    except (OSError, ValueError, KeyError, TypeError):
+        every = math.inf
+    # the first save makes the directory before the next step is taken
+    saved = (out / "model").exists() or (not root.exists() and last_step(out / "metrics.jsonl") > every)
+    if saved:
+        raise PackError(
+            f"{root}: the checkpoints of this run are gone; expected one to continue from. "
+            "Restore one, or choose another --out."
+        )
 
 
 def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[PackedLM, Cost, list[str]]:

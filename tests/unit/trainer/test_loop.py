@@ -226,6 +226,42 @@ def test_resuming_an_empty_run_directory_starts_and_says_so(run, capsys, tmp_pat
     assert f"--resume: there is no checkpoint in {tmp_path / 'new'}, so training starts" in capsys.readouterr().err
 
 
+def contents_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(run, tmp_path):
+    run(save_every=2)
+    for seal in (tmp_path / "run" / "checkpoints").glob("step-*/checkpoint.json"):
+        seal.write_text("{")
+    before = contents_of(tmp_path / "run")
+    with pytest.raises(PackError, match=r"checkpoints: 2 checkpoints, none sound; .* choose another --out\.$"):
+        run(resume=True)
+    assert contents_of(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(run, tmp_path, finished):
+    run(save_every=2)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    if not finished:
+        shutil.rmtree(tmp_path / "run" / "model")
+    before = contents_of(tmp_path / "run")
+    with pytest.raises(PackError, match=r"checkpoints: the checkpoints of this run are gone; .* another --out\.$"):
+        run(resume=True)
+    assert contents_of(tmp_path / "run") == before
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(run, tmp_path, capsys):
+    _, whole = run("whole", save_every=4)
+    run(save_every=4)
+    for name in ("checkpoints", "model"):
+        shutil.rmtree(tmp_path / "run" / name)
+    _, lines = run(resume=True, save_every=4)
+    assert "so training starts from the first step" in capsys.readouterr().err
+    assert column(lines, "loss") == column(whole, "loss")
+
+
 def test_a_resumed_run_says_where_it_goes_on(run, capsys):
     run(steps=2)
     run(resume=True)
