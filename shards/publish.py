@@ -207,8 +207,12 @@ def unseal(data: bytes, where: str, rule: str) -> dict[str, Any]:
         checksum = record.pop("checksum")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise FormatError(
-            f"{where}: is not a sealed JSON file (rule {rule}). Run pack build … --resume to write it again.", rule
+            f"{where}: is not a sealed JSON file (rule {rule}). Restore it, or delete it and build with --resume.", rule
         ) from error
     if checksum != xxhash.xxh3_128_hexdigest(canonical(record)) or not data.endswith(b"}\n"):
-        raise FormatError(f"{where}: does not match its own checksum (rule {rule}). Restore it, or build again.", rule)
+        raise FormatError(
+            f"{where}: does not match its own checksum (rule {rule}). "
+            "Restore it, or delete it and build with --resume.",
+            rule,
+        )
     return dict(record)

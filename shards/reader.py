@@ -72,7 +72,8 @@ class Shard:
                 arrow = list(stream)
         except (pa.ArrowInvalid, OSError) as error:
             raise FormatError(
-                f"{path}: is not a readable Arrow stream (rule F4). Restore it, or build again.", "F4"
+                f"{path}: is not a readable Arrow stream (rule F4). Restore it, or delete it and build with --resume.",
+                "F4",
             ) from error
         self.batches = [_views(batch, path) for batch in arrow]
         self.starts: list[int] = list(accumulate((batch.num_rows for batch in arrow), initial=0))
@@ -116,12 +117,14 @@ def check_size(path: Path, expected_bytes: int) -> None:
         size = os.stat(path).st_size
     except FileNotFoundError as error:
         raise FormatError(
-            f"{path}: is missing; the manifest lists {expected_bytes:,} bytes (rule F3). Restore it, or build again.",
+            f"{path}: is missing; the manifest lists {expected_bytes:,} bytes (rule F3). "
+            "Restore it, or build with --resume.",
             "F3",
         ) from error
     if size != expected_bytes:
         raise FormatError(
-            f"{path}: has {size:,} bytes, the manifest says {expected_bytes:,} (rule F3). Restore it, or build again.",
+            f"{path}: has {size:,} bytes, the manifest says {expected_bytes:,} (rule F3). "
+            "Restore it, or delete it and build with --resume.",
             "F3",
         )
 
@@ -143,7 +146,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         check_version(json.loads(data), str(file))
     except (ValueError, AttributeError) as error:
-        raise FormatError(f"{file}: is not JSON (rule F1). Restore it, or build again.", "F1") from error
+        raise FormatError(
+            f"{file}: is not JSON (rule F1). Restore it, or delete it and build with --resume.", "F1"
+        ) from error
     return unseal(data, str(file), "F1")
 
 
@@ -152,12 +157,14 @@ def read_index(path: Path, record: dict[str, Any]) -> pa.Table:
     file = path / "index.arrow"
     check_size(file, record["bytes"])
     if not record["bytes"]:
-        raise FormatError(f"{file}: is empty (rule F13). Restore it, or build again.", "F13")
+        raise FormatError(f"{file}: is empty (rule F13). Restore it, or delete it and build with --resume.", "F13")
     with file.open("rb") as handle:
         mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     if xxhash.xxh3_128_hexdigest(mapped) != record["xxh3_128"]:
         raise FormatError(
-            f"{file}: does not match its checksum in the manifest (rule F13). Restore it, or build again.", "F13"
+            f"{file}: does not match its checksum in the manifest (rule F13). "
+            "Restore it, or delete it and build with --resume.",
+            "F13",
         )
     table = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))).read_all()
     if table.schema.names != INDEX_SCHEMA.names:

@@ -24,6 +24,7 @@ from shards.schema import FORMAT, VERSION, Layout, layout_of, positions_of
 
 Level = Literal["size", "sample", "full"]
 SAMPLE_SHARDS = 8
+MEND = "Restore it, or delete it and build with --resume."
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Report:
         """Whether no rule is broken."""
         return not self.problems
 
-    def add(self, rule: str, where: str, what: str) -> None:
-        """Note a broken rule."""
-        self.problems.append(Problem(rule, f"{where}: {what} (rule {rule}). Restore the file, or build again."))
+    def add(self, rule: str, where: str, what: str, remedy: str = MEND) -> None:
+        """Note a broken rule, and what mends it."""
+        self.problems.append(Problem(rule, f"{where}: {what} (rule {rule}). {remedy}"))
 
     def add_error(self, error: FormatError) -> None:
         """Note a broken rule that a reader ran into."""
@@ -135,7 +136,7 @@ def _check_files(root: Path, manifest: dict[str, Any], report: Report) -> set[st
     listed |= {f"shards/{record['window']:08d}.json" for record in manifest["shards"]}
     for name in sorted(LocalStore(root).sizes("shards")):
         if f"shards/{name}" not in listed:
-            report.add("F3", f"shards/{name}", "is not listed in the manifest")
+            report.add("F3", f"shards/{name}", "is not listed in the manifest", "Move it away.")
     windows = [record["window"] for record in manifest["shards"]]
     if windows != list(range(len(windows))):
         report.add("F3", "manifest.json", f"lists windows {windows[:8]}…; expected each from 0 on, once")
@@ -150,7 +151,7 @@ def _check_sidecars(root: Path, manifest: dict[str, Any], report: Report) -> Non
         try:
             sidecar = read_sidecar(store, record["window"])
             if sidecar is None:
-                report.add("F5", where, "is missing")
+                report.add("F5", where, "is missing", "Restore it, or build with --resume.")
                 continue
             check_version(sidecar, where, "F5")
         except FormatError as error:

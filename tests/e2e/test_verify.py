@@ -112,12 +112,26 @@ def test_a_missing_file_is_named(copy, place, kind):
     assert "Traceback" not in stderr
 
 
+@pytest.mark.parametrize("change", ["flipped", "cut off"])
+@pytest.mark.parametrize("kind", ["shard", "sidecar", "index", "manifest", "state", "info", "tokenizer"])
+def test_what_verify_advises_for_a_damaged_file_mends_it(copy, place, sound, tokenizer_dir, kind, change):
+    data = place(kind).read_bytes()
+    middle = len(data) // 2
+    damaged = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if change == "flipped" else data[:middle]
+    place(kind).write_bytes(damaged)
+    assert "Restore it, or delete it and build with --resume." in run_verify(copy)[1]
+    place(kind).unlink()
+    options = {"sources": (str(sound.parent / "c.jsonl"),), "tokenizer": tokenizer_dir, "seq_len": 32}
+    build(BuildConfig(out=str(copy), window_bytes=64, resume=True, **options))
+    assert verify(copy).problems == []
+
+
 def test_an_extra_shard_is_named(copy, place):
     extra = copy / "shards" / "00000099-0123456789abcdef.arrow"
     shutil.copy(place("shard"), extra)
     code, stderr = run_verify(copy)
     assert code == 1
-    assert f"shards/{extra.name}: is not listed in the manifest (rule F3)" in stderr
+    assert f"shards/{extra.name}: is not listed in the manifest (rule F3). Move it away." in stderr
 
 
 def test_the_shard_of_another_plan_is_named(copy, place, tmp_path, tokenizer_dir):
