@@ -73,7 +73,7 @@ def train(config: TrainConfig) -> Trained:
             optimize(run)
             run.checkpoints.close()
             figures = {"steps": run.step, "loss": run.loss, "held-out loss": run.eval_loss}
-            model_dir = export(run.model, Path(config.out), run.dataset, config, world, figures)
+            model_dir = export(run.model, Path(config.out), run.dataset, run.trained_as, world, figures)
             return Trained(run.step, run.loss, run.eval_loss, model_dir, world.is_main)
     finally:
         distributed.stop(world)

@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,12 @@ from trainer.metrics import Cost, Metrics, cost_of, last_step
 from trainer.models import checkpoint_activations, load_model
 from trainer.optimizer import build_optimizer
 
-FIXED_ON_RESUME = ("model", "lora_rank", "lora_targets", "freeze")  # what a checkpoint's tensors depend on
+FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_targets", "freeze")  # what a checkpoint's tensors depend on
+# no part of what is trained; a change of packs per step is refused by the loader
+UNSAID_ON_RESUME = (
+    "dataset", "out", "packs_per_step", "save_every", "keep", "eval_every", "log_every", "resume", "profile",
+    "tensorboard", "wandb", "device", "force", "progress",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -34,6 +39,8 @@ class Run:
     """Everything that the loop holds."""
 
     config: TrainConfig
+    trained_as: TrainConfig
+    "Settings of the last step, for the model's card: those of before where none is left to take."
     world: World
     dataset: Dataset
     held_out: Dataset | None
@@ -107,7 +114,9 @@ def set_up(config: TrainConfig, world: World) -> Run:
         loader.load_state_dict(facts["loader"])
     num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
     resumed = _resumed(config, num_steps, facts)
-    if world.is_main:
+    finished = facts.get("step") == num_steps
+    trained_as = _settings_before(config, facts) if finished else config
+    if world.is_main and not finished:
         _claim(out, config)
     lm, cost, notes = _model(config, world, [dataset, held_out] if held_out is not None else [dataset])
     loader.window = cost.window
@@ -116,13 +125,15 @@ def set_up(config: TrainConfig, world: World) -> Run:
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
     if path:
         checkpoints.load(path, lm.model, optimizer)
-    metrics = Metrics(config, out, num_steps, facts.get("step", 0), world.is_main)
+    reported = replace(config, tensorboard=False, wandb=None) if finished else config
+    metrics = Metrics(reported, out, num_steps, facts.get("step", 0), world.is_main)
     if config.warmup_steps >= num_steps:
         notes.append(f"--warmup-steps {config.warmup_steps}: the run ends with step {num_steps}, before it decays")
     for note in [*notes, *_order_notes(loader), *resumed]:
         metrics.say(note)
     return Run(
         config=config,
+        trained_as=trained_as,
         world=world,
         dataset=dataset,
         held_out=held_out,
@@ -233,7 +244,24 @@ def _resumed(config: TrainConfig, num_steps: int, facts: dict[str, Any]) -> list
         )
     if taken == num_steps:
         return [f"--resume: all {counted(taken, 'step')} are taken already; nothing is left to train"]
-    return [f"--resume: goes on after step {taken:,} of {num_steps:,}"]
+    return [f"--resume: goes on after step {taken:,} of {num_steps:,}", *_changes(config, facts)]
+
+
+def _changes(config: TrainConfig, facts: dict[str, Any]) -> list[str]:
+    """Say which settings of the run were others before, one line each."""
+    lines = []
+    for name, now in json.loads(json.dumps(config.to_dict())).items():
+        before = facts["config"].get(name)
+        if name not in UNSAID_ON_RESUME and before != now:
+            was, is_now = ("not set" if value is None else value for value in (before, now))
+            lines.append(f"--resume: {flag(name)} {was} before, {is_now} now")
+    return lines
+
+
+def _settings_before(config: TrainConfig, facts: dict[str, Any]) -> TrainConfig:
+    """Return the settings that a checkpoint was saved with, for a run directory that may have moved."""
+    known = {field.name for field in fields(TrainConfig)} - {"out"}
+    return replace(config, **{name: value for name, value in facts["config"].items() if name in known})
 
 
 def _loader(config: TrainConfig, world: World, dataset: Dataset, facts: dict[str, Any]) -> PackLoader:

@@ -226,6 +226,36 @@ def test_resuming_an_empty_run_directory_starts_and_says_so(run, capsys, tmp_pat
     assert f"--resume: there is no checkpoint in {tmp_path / 'new'}, so training starts" in capsys.readouterr().err
 
 
+def test_other_settings_of_a_resumed_run_are_said_one_line_each(run, capsys):
+    run(steps=2, schedule="constant", lr=1e-3)
+    capsys.readouterr()
+    run(resume=True, schedule="wsd", lr=5e-3, decay_steps=1, packs_per_step=None, log_every=2)
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("--resume")] == [
+        "--resume: goes on after step 2 of 4",
+        "--resume: --steps 2 before, 4 now",
+        "--resume: --lr 0.001 before, 0.005 now",
+        "--resume: --schedule constant before, wsd now",
+        "--resume: --decay-steps not set before, 1 now",
+    ]
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora_rank": 2}, {"dtype": "bf16", "freeze": ("*embed*",)}])
+def test_nothing_on_disk_changes_where_nothing_is_left_to_train(run, tmp_path, fields):
+    run(**fields)
+    before = contents_of(tmp_path / "run")
+    run(resume=True, lr=5e-3, schedule="constant", tensorboard=True, **fields)
+    assert contents_of(tmp_path / "run") == before
+    assert {"train.json", "README.md", "model.safetensors"} <= {path.name for path in before}
+
+
+def test_a_run_that_died_before_its_model_was_written_gets_it_from_the_settings_that_trained_it(run, tmp_path):
+    run()
+    before = contents_of(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    run(resume=True, lr=5e-3)
+    assert contents_of(tmp_path / "run") == before
+
+
 def contents_of(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -291,6 +321,14 @@ def test_a_checkpoint_of_another_model_is_refused(run):
     run(steps=2)
     with pytest.raises(PackError, match="--lora-rank 0, this run has 4"):
         run(resume=True, lora_rank=4)
+
+
+def test_a_checkpoint_of_another_dtype_is_refused_and_changes_nothing(run, tmp_path):
+    run(steps=2)
+    before = contents_of(tmp_path / "run")
+    with pytest.raises(PackError, match=r"was saved with --dtype 'fp32', this run has 'bf16'\. Resume with the same"):
+        run(resume=True, dtype="bf16")
+    assert contents_of(tmp_path / "run") == before
 
 
 def test_evaluation_does_not_depend_on_packing(run, make_dataset, documents):
