@@ -14,6 +14,7 @@ import resource
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,16 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def check_outputs(config: TrainConfig) -> None:
+    """Find out whether all that was asked for can be written, before anything is.
+
+    Raises:
+        PackError: A package is not installed.
+    """
+    if config.wandb and find_spec("wandb") is None:
+        raise PackError("--wandb: wandb is not installed. Run pip install wandb.")
+
+
 class Metrics:
     """Writes the figures of a run; a process that is not the main one writes nothing.
 
@@ -116,10 +127,8 @@ class Metrics:
 
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
         if config.wandb:
-            try:
-                import wandb
-            except ImportError as error:
-                raise PackError("--wandb: wandb is not installed. Run pip install wandb.") from error
+            import wandb
+
             self._wandb = wandb.init(project=config.wandb, dir=str(out), config=config.to_dict(), resume="allow")
         self._file = path.open("a")
         console = Console(stderr=True)

@@ -22,7 +22,7 @@ from trainer.config import TrainConfig, flag
 from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
 from trainer.loss import PackedLM
-from trainer.metrics import Cost, Metrics, cost_of, last_step
+from trainer.metrics import Cost, Metrics, check_outputs, cost_of, last_step
 from trainer.models import checkpoint_activations, load_model
 from trainer.optimizer import build_optimizer
 
@@ -101,6 +101,7 @@ def set_up(config: TrainConfig, world: World) -> Run:
     Raises:
         PackError: Model, dataset, settings and run directory do not fit.
     """
+    check_outputs(config)
     out, dataset = Path(config.out), Dataset(config.dataset)
     held_out = Dataset(config.eval) if config.eval else None
     check_datasets(dataset, held_out, config.force)

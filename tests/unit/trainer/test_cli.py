@@ -98,12 +98,13 @@ def test_the_module_prints_a_fault_as_one_line_and_exits_with_1(monkeypatch, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_that_is_missing_is_named(dataset, model_config, tmp_path, monkeypatch):
+def test_wandb_that_is_missing_is_named_before_anything_is_written(dataset, model_config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     flags = ["--model", model_config(), "--out", str(tmp_path / "run"), "--device", "cpu", "--wandb", "project"]
     result = CliRunner().invoke(main, ["train", str(dataset.path), *flags])
     assert result.exit_code == 1
     assert "--wandb: wandb is not installed" in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
