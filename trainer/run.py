@@ -117,7 +117,9 @@ def set_up(config: TrainConfig, world: World) -> Run:
     resumed = _resumed(config, num_steps, facts)
     finished = facts.get("step") == num_steps
     trained_as = _settings_before(config, facts) if finished else config
-    if world.is_main and not finished:
+    if finished:  # these would begin files anew
+        config = replace(config, tensorboard=False, wandb=None, profile=False)
+    elif world.is_main:
         _claim(out, config)
     lm, cost, notes = _model(config, world, [dataset, held_out] if held_out is not None else [dataset])
     loader.window = cost.window
@@ -126,8 +128,7 @@ def set_up(config: TrainConfig, world: World) -> Run:
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
     if path:
         checkpoints.load(path, lm.model, optimizer)
-    reported = replace(config, tensorboard=False, wandb=None) if finished else config
-    metrics = Metrics(reported, out, num_steps, facts.get("step", 0), world.is_main)
+    metrics = Metrics(config, out, num_steps, facts.get("step", 0), world.is_main)
     if config.warmup_steps >= num_steps:
         notes.append(f"--warmup-steps {config.warmup_steps}: the run ends with step {num_steps}, before it decays")
     for note in [*notes, *_order_notes(loader), *resumed]:

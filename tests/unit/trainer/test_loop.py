@@ -243,8 +243,9 @@ def test_other_settings_of_a_resumed_run_are_said_one_line_each(run, capsys):
 def test_nothing_on_disk_changes_where_nothing_is_left_to_train(run, tmp_path, fields):
     run(**fields)
     before = contents_of(tmp_path / "run")
-    run(resume=True, lr=5e-3, schedule="constant", tensorboard=True, **fields)
+    run(resume=True, lr=5e-3, schedule="constant", tensorboard=True, profile=True, **fields)
     assert contents_of(tmp_path / "run") == before
+    assert not (tmp_path / "run" / "profile").exists()
     assert {"train.json", "README.md", "model.safetensors"} <= {path.name for path in before}
 
 
