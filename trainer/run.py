@@ -26,7 +26,7 @@ from trainer.metrics import Cost, Metrics, check_outputs, cost_of, last_step
 from trainer.models import checkpoint_activations, load_model
 from trainer.optimizer import build_optimizer
 
-FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_targets", "freeze")  # what a checkpoint's tensors depend on
+FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean
 # no part of what is trained; a change of packs per step is refused by the loader
 UNSAID_ON_RESUME = (
     "dataset", "out", "packs_per_step", "save_every", "keep", "eval_every", "log_every", "resume", "profile",

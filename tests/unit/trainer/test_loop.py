@@ -332,6 +332,12 @@ def test_a_checkpoint_of_another_dtype_is_refused_and_changes_nothing(run, tmp_p
     assert contents_of(tmp_path / "run") == before
 
 
+def test_adapters_are_not_resumed_under_another_scale(run):
+    run(steps=2, lora_rank=2, lora_alpha=4)  # scaled by alpha / rank: other weights in effect
+    with pytest.raises(PackError, match="was saved with --lora-alpha 4, this run has 8"):
+        run(resume=True, lora_rank=2, lora_alpha=8)
+
+
 def test_evaluation_does_not_depend_on_packing(run, make_dataset, documents):
     held_out = documents(40, 60, seed=9)
     losses = []
