@@ -170,7 +170,8 @@ def test_bad_records_count_in_a_chunk_that_the_deadline_ends_too(tmp_path, encod
     assert (sum(map(len, sample.lengths)), sample.rejected, sample.whole) == (1, 1, False)
 
 
-def test_a_plan_says_why_records_are_left_out_and_that_a_build_stops_there(tmp_path, tokenizer_dir):
+def test_a_plan_says_why_records_are_left_out_and_that_a_build_stops_there(tmp_path, tokenizer_dir, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # a narrow terminal folds the sentence
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 3 + '{"body": "x"}\n')
     flags = [str(tmp_path / "a.jsonl"), "--tokenizer", tokenizer_dir]
     built = CliRunner().invoke(main, ["build", *flags, "--seq-len", "64", "--out", str(tmp_path / "out")])
