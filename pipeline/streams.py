@@ -1,7 +1,7 @@
 """Files that cannot be cut without reading them, cut while reading into JSONL parts of a fixed size.
 
 Compressed JSONL and stdin pass through as they are; JSON arrays, CSV and compressed text and tables are written again
-as one JSON object per line. A row that cannot be written so becomes `{"": reason}`, which the reader rejects: the
+as one JSON object per line. A row that cannot be written so becomes `{FAULT: reason}`, which the reader rejects: the
 driver parses nothing it need not, and every fault is reported in one place.
 """
 
@@ -20,7 +20,7 @@ from pipeline.saved import arrow_batches, ipc_batches, is_lines, reading_as, ref
 from pipeline.sources import Slice, Source, SourceFile
 from shards.errors import SourceError, counted
 
-FAULT = ""  # the only key of a line that stands for an unreadable row: the reason, or [reason, row]
+FAULT = "shardpack: unreadable row"  # the only key of a line that stands for one: the reason, or [reason, row]
 CHUNK_BYTES = 1 << 20
 MAX_ELEMENT_CHARS = 1 << 28  # a JSON value that is not complete by then is taken for broken
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import RecordOptions
@@ -147,6 +147,7 @@ def test_a_broken_file_is_named_or_its_records_are_counted(tmp_path_factory, nam
         max_size=12,
     )
 )
+@example(lines=[b'{"": ""}', b'{"": "x"}'])
 def test_any_lines_at_all_are_read_or_rejected_one_by_one(tmp_path_factory, lines):
     check(tmp_path_factory.getbasetemp() / "lines.jsonl", b"\n".join(lines))
 

@@ -459,7 +459,14 @@ def test_a_csv_row_that_does_not_fit_is_kept_with_its_reason(tmp_path):
     [(_, payload)] = stream_parts(source, 0, 100)
     with pytest.raises(BadRecord, match=r"^3 fields where the header has 2$"):
         parse_object(payload)
-    assert json.loads(payload)[""][1] == ["1", "2", "y"]
+    [(_, row)] = json.loads(payload).values()
+    assert row == ["1", "2", "y"]
+
+
+def test_a_record_whose_only_field_has_no_name_is_read_as_one(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"": "x"}\n')
+    with pytest.raises(SourceError, match="no field 'text', only ''; expected the text there"):
+        read_all(resolve_specs([str(tmp_path / "a.jsonl")], OPTIONS))
 
 
 def test_two_csv_columns_of_one_name_are_refused(tmp_path):
