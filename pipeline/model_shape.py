@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.hub import quiet_hub
-from shards.errors import ModelError, reason_of
+from shards.errors import ModelError, quiet_hub, reason_of
 
 
 @dataclass(frozen=True, kw_only=True)

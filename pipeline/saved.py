@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 
 from pipeline.corpus_files import is_url, open_source
-from pipeline.hub import quiet_hub
-from shards.errors import SourceError, reason_of
+from shards.errors import SourceError, quiet_hub, reason_of
 
 CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
 STREAM_END = CONTINUES + bytes(4)

@@ -17,8 +17,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.hub import quiet_hub
-from shards.errors import TokenizerError, reason_of
+from shards.errors import TokenizerError, quiet_hub, reason_of
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shards.errors import ModelError
+from shards.errors import ModelError, reason_of
 from trainer.attention import BACKEND_KEYWORD, IMPLEMENTATION, Needs, needs_of, packrow, register
 
 _ALLOWED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -304,7 +304,7 @@ def inspect_model(model: Any, name: str) -> ModelReport:
     except ModelError as error:
         report.reason = f"is not fit for packed attention: {error}"
     except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        report.reason = f"does not run on packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
+        report.reason = f"does not run on packed rows ({type(error).__name__}: {reason_of(error)})"
     finally:
         model.train(training)
     report.windows = _windows(config)

@@ -6,16 +6,13 @@ beyond the vocabulary are errors, embeddings are never resized.
 
 import copy
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shards.errors import ModelError
+from shards.errors import ModelError, quiet_hub, reason_of
 from trainer.attention import IMPLEMENTATION, pick_backend, register
 from trainer.guard import ModelReport, inspect_model, positions_of, refusal, sees_ahead
 from trainer.liger import replace_layers
@@ -56,7 +53,7 @@ def load_config(name: str) -> Any:
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise ModelError(f"{name}: no model_type; expected the configuration of a transformers model. Add one")
             return AutoConfig.for_model(**fields)
-        with _quiet_hub():
+        with quiet_hub():
             return AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:  # the first line names transformers' validator, the last one the fault
         fault = str(error).strip().splitlines()[-1].strip().rstrip(".")
@@ -69,21 +66,8 @@ def load_config(name: str) -> Any:
         raise ModelError(f"{name}: cannot read a model configuration: {_first_line(error)}. Check the name") from error
 
 
-@contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """Keep the lines of the hub's client about each retry off the terminal: our one error says what was tried."""
-    logger = logging.getLogger("huggingface_hub")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _first_line(error: BaseException) -> str:
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return line.partition(" Should contain one of ")[0].rstrip(".")  # transformers lists every model type there is
+    return reason_of(error).partition(" Should contain one of ")[0].rstrip(".")  # it lists every model type there is
 
 
 def _without_attention_dropout(config: Any) -> list[str]:
@@ -106,7 +90,7 @@ def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, att
         if random:
             with device:
                 return auto.from_config(config, dtype=dtype, attn_implementation=attention)
-        with _quiet_hub():
+        with quiet_hub():
             model, info = auto.from_pretrained(
                 name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
             )

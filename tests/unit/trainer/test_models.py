@@ -162,6 +162,19 @@ def test_inspection_leaves_the_model_as_it_was(config: Write) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_model_that_fails_without_a_word_is_refused_by_the_kind_of_its_failure(
+    config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(config(model_type="llama")).model
+
+    def fails(*arguments: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(guard, "_measure", fails)
+    reason = guard.inspect_model(model, "silent").reason
+    assert reason == "does not run on packed rows (NotImplementedError: NotImplementedError)"
+
+
 def test_checking_disturbs_no_random_state(config: Write) -> None:
     path = config("llama")
     torch.manual_seed(5)
