@@ -84,7 +84,7 @@ def tokenize_only(arguments: argparse.Namespace, worker: int) -> int:
 
 def tokenize_only_fast(arguments: argparse.Namespace, worker: int) -> int:
     """The same with the fast engine, through this project's encoder."""
-    from pipeline.tokenizing import Encoder
+    from pipeline.documents.encoder import Encoder
 
     encoder = Encoder(arguments.tokenizer, engine="fastokens")
     texts, tokens = peers.texts_of(arguments.corpus, worker, arguments.workers), 0

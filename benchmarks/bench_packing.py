@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from write_up import WriteUp, run, tell
 
-from pipeline.packing import PACKERS, Bins, length_histogram, lower_bound
-from pipeline.packing import _best_plan as best_plan
+from pipeline.packing.packers import PACKERS, Bins, length_histogram, lower_bound
+from pipeline.packing.packers import _best_plan as best_plan
 from shards.order import ORDERS, StepOrder
 
 PACKAGES = ("shardpack", "numpy", "numba", "trl", "seqpacker")

@@ -28,10 +28,10 @@ from write_up import WriteUp, middle, run, tell
 
 from shards import Dataset
 from trainer import TrainConfig, train
+from trainer.bench.strategies import split
 from trainer.loader import PackLoader
-from trainer.loss import PackedLM
-from trainer.models import load_model
-from trainer.strategies import split
+from trainer.model.loading import load_model
+from trainer.model.loss import PackedLM
 
 PACKAGES = ("shardpack", "torch", "transformers", "trl", "accelerate", "flash-attn", "liger-kernel", "numpy")
 SKIP = 3  # steps
@@ -123,7 +123,7 @@ def model_for(arguments: argparse.Namespace) -> Any:
 
     from transformers import AutoModelForCausalLM
 
-    from trainer.models import load_config
+    from trainer.model.loading import load_config
 
     torch.manual_seed(0)
     flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn")

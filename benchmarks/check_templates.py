@@ -18,9 +18,9 @@ import numpy as np
 import orjson
 
 from pipeline.config import RecordOptions
-from pipeline.documents import make_documents
-from pipeline.records import RecordBatch
-from pipeline.tokenizing import Encoder
+from pipeline.documents.encoder import Encoder
+from pipeline.documents.make import make_documents
+from pipeline.sources.reader import RecordBatch
 
 REASONS = {
     "rewrites earlier turns": "earlier turns rewritten",

@@ -33,13 +33,13 @@ from torch import Tensor
 
 from shards import Dataset
 from trainer import TrainConfig, distributed
-from trainer.attention import ATTENTION_BACKENDS, Needs
-from trainer.contest import contest, machine
+from trainer.bench.compare import contest, machine
+from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, split
 from trainer.loop import Window, log, take_step
 from trainer.metrics import peak_flops
-from trainer.models import load_model
+from trainer.model.attention import ATTENTION_BACKENDS, Needs
+from trainer.model.loading import load_model
 from trainer.run import Run, set_up
-from trainer.strategies import STRATEGIES, Sizes, StepPacks, split
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # largest difference over largest value
 LLAMA = {

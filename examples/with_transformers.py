@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from shards import Dataset
 from trainer import PackedCollator
-from trainer.models import load_model
+from trainer.model.loading import load_model
 
 
 def train(dataset: str, model: str, out: str, **arguments: object) -> Trainer:

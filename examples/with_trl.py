@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from trainer import PackedCollator
-from trainer.models import load_model
+from trainer.model.loading import load_model
 
 
 def train(dataset: str, model: str, out: str, **arguments: object) -> SFTTrainer:

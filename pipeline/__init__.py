@@ -4,18 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.builder import build as build
+    from pipeline.building.driver import build as build
     from pipeline.config import BuildConfig as BuildConfig
     from pipeline.config import RecordOptions as RecordOptions
-    from pipeline.packing import PACKERS as PACKERS
-    from pipeline.packing import Bins as Bins
+    from pipeline.packing.packers import PACKERS as PACKERS
+    from pipeline.packing.packers import Bins as Bins
 
 _HOMES = {
-    "PACKERS": "pipeline.packing",
-    "Bins": "pipeline.packing",
+    "PACKERS": "pipeline.packing.packers",
+    "Bins": "pipeline.packing.packers",
     "BuildConfig": "pipeline.config",
     "RecordOptions": "pipeline.config",
-    "build": "pipeline.builder",
+    "build": "pipeline.building.driver",
 }
 __all__ = ["PACKERS", "Bins", "BuildConfig", "RecordOptions", "build"]
 

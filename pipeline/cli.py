@@ -237,8 +237,8 @@ def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
       pack build corpus/*.jsonl.gz --tokenizer ./tokenizer --seq-len 4096 --out data/corpus
       pack build chats.jsonl --messages-field messages --tokenizer ./tokenizer --seq-len 8192 --out data/chats
     """
-    from pipeline.builder import build as run_build
-    from pipeline.progress import RichProgress
+    from pipeline.building.driver import build as run_build
+    from pipeline.building.progress import RichProgress
 
     options = record_options(flags)
     flags["out"] = os.path.expanduser(flags["out"])  # a shell leaves --out=~/data as it is
@@ -252,7 +252,7 @@ def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
     if as_json:
         click.echo(json.dumps({key: value for key, value in manifest.items() if key != "shards"}))
     elif "unfinished" not in manifest:
-        from pipeline.report import summary_lines
+        from pipeline.report.dataset import summary_lines
 
         click.echo("\n".join(summary_lines(manifest, config.out)))
 
@@ -283,11 +283,11 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
     """
     from dataclasses import asdict
 
-    from shards.rules import verify as run_verify
+    from shards.verification import verify as run_verify
 
     report = run_verify(dataset, level, vocab_size)
     if against and report.ok:
-        from pipeline.against import compare_with_sources
+        from pipeline.building.audit import compare_with_sources
 
         compare_with_sources(dataset, against, report)
     if as_json:
@@ -322,8 +322,8 @@ def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: boo
       pack inspect data/first data/second
       pack inspect runs/first runs/second --html runs.html
     """
-    from pipeline.inspection import Inspection
-    from pipeline.terminal import show
+    from pipeline.report.inspection import Inspection
+    from pipeline.report.terminal import show
 
     inspection = Inspection(paths, **options)
     if html:
@@ -352,7 +352,7 @@ def show_command(dataset: str, as_json: bool, **options: Any) -> None:
       pack show data/corpus 17
       pack show data/corpus --doc 0:42
     """
-    from pipeline.show import show_packs
+    from pipeline.report.show import show_packs
 
     for line in show_packs(dataset, as_json=as_json, **options):
         click.echo(line)
@@ -381,8 +381,8 @@ def plan(as_json: bool, **flags: Any) -> None:
     Example:
       pack plan corpus/*.jsonl --tokenizer ./tokenizer
     """
-    from pipeline.advisor import plan_corpus
-    from pipeline.terminal import plan_view, show
+    from pipeline.estimate.advisor import plan_corpus
+    from pipeline.report.terminal import plan_view, show
 
     options = record_options(flags)
     found = plan_corpus(**options, **flags)

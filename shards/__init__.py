@@ -7,13 +7,13 @@ if TYPE_CHECKING:
     from shards.errors import FormatError as FormatError
     from shards.errors import PackError as PackError
     from shards.reader import Dataset as Dataset
-    from shards.rules import verify as verify
+    from shards.verification import verify as verify
 
 _HOMES = {
     "Dataset": "shards.reader",
     "FormatError": "shards.errors",
     "PackError": "shards.errors",
-    "verify": "shards.rules",
+    "verify": "shards.verification",
 }
 __all__ = ["Dataset", "FormatError", "PackError", "verify"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shards import Dataset, PackError
 from trainer.config import TrainConfig
-from trainer.guard import ModelReport
-from trainer.models import check_segments, check_vocabulary
+from trainer.model.isolation import ModelReport
+from trainer.model.loading import check_segments, check_vocabulary
 
 _TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 

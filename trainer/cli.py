@@ -112,7 +112,7 @@ def check_model(ctx: click.Context, model: str, as_json: bool) -> None:
     Example:
       pack check-model ./model
     """
-    from trainer.models import check_model as check
+    from trainer.model.loading import check_model as check
 
     report = check(model)
     click.echo(json.dumps(asdict(report), default=str) if as_json else report.text())
@@ -164,7 +164,7 @@ def bench(preset: str | None, strategies: str | None, html: str | None, as_json:
       pack bench --preset distilgpt2-wikitext2
     """
     _wait_idly()
-    from trainer.bench import PRESETS, BenchConfig, run_bench, show, write_page
+    from trainer.bench.run import PRESETS, BenchConfig, run_bench, show, write_page
 
     if html and not Path(html).resolve().parent.is_dir():  # known before minutes of measuring
         raise PackError(f"--html {html}: there is no such directory. Create it, or choose another file.")

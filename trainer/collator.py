@@ -24,9 +24,9 @@ _NEEDED = ("input_ids", "cu_seqlens", "loss_mask")
 class PackedCollator:
     """Collate rows of `shards.Dataset` or of `datasets.load_from_disk` into one flattened batch.
 
-    The model must use the boundaries: load it with `trainer.models.load_model`, or with an attention implementation of
-    transformers that reads `cu_seq_lens_q`. Evaluation by these trainers averages over batches, not over tokens; score
-    held-out packs with `trainer.evaluate`.
+    The model must use the boundaries: load it with `trainer.model.loading.load_model`, or with an attention
+    implementation of transformers that reads `cu_seq_lens_q`. Evaluation by these trainers averages over batches, not
+    over tokens; score held-out packs with `trainer.evaluate`.
 
     Raises:
         PackError: transformers would split batches over several GPUs of one process.

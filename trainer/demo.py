@@ -22,15 +22,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pipeline import bench_view
-from pipeline.builder import build
+from pipeline.building.driver import build
+from pipeline.building.progress import RichProgress
 from pipeline.config import BuildConfig
-from pipeline.inspection import Inspection
-from pipeline.progress import RichProgress
-from pipeline.runs import curve, read_run
-from pipeline.terminal import show
+from pipeline.report.inspection import Inspection
+from pipeline.report.runs import curve, read_run
+from pipeline.report.terminal import show
 from shards.errors import PackError
-from shards.rules import verify
+from shards.verification import verify
+from trainer.bench import view as bench_view
 from trainer.config import TrainConfig
 
 VERSION = 1  # of what lies in the directory
@@ -267,7 +267,7 @@ def _hide_bars() -> None:
 
 def compare(dataset: Path, model: Path) -> None:
     """Print what padding, buckets and packing make of the same documents."""
-    from trainer.bench import BenchConfig, run_bench
+    from trainer.bench.run import BenchConfig, run_bench
 
     strategies = ("padded-longest", "length-bucketed", "packed-varlen")
     config = BenchConfig(data=str(dataset), model=str(model), steps=2, batch=8, strategies=strategies)

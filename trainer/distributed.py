@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shards.errors import PackError
-from trainer.loss import unwrap
+from trainer.model.loss import unwrap
 
 
 @dataclass(frozen=True, kw_only=True)

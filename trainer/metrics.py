@@ -26,7 +26,7 @@ from torch import nn
 
 from shards.errors import PackError
 from trainer.config import TrainConfig
-from trainer.loss import unwrap
+from trainer.model.loss import unwrap
 
 # dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets
 PEAK_FLOPS = {

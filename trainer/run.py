@@ -15,15 +15,15 @@ import torch
 
 from shards import Dataset, PackError
 from shards.errors import counted
-from trainer.adapters import add_adapters, freeze
 from trainer.checkpoint import Checkpoints
 from trainer.checks import check_datasets, check_fit
 from trainer.config import TrainConfig, flag
 from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
-from trainer.loss import PackedLM
 from trainer.metrics import Cost, Metrics, check_outputs, cost_of, last_step
-from trainer.models import checkpoint_activations, load_model
+from trainer.model.adapters import add_adapters, freeze
+from trainer.model.loading import checkpoint_activations, load_model
+from trainer.model.loss import PackedLM
 from trainer.optimizer import build_optimizer
 
 FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean

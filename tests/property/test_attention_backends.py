@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.attention import ATTENTION_BACKENDS, Backend, Needs
+from trainer.model.attention import ATTENTION_BACKENDS, Backend, Needs
 
 ON_CPU = sorted(
     name

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from pipeline.config import RecordOptions
-from pipeline.cutting import cut
-from pipeline.documents import make_documents
-from pipeline.gather import WindowTokens, gather
-from pipeline.packing import PACKERS
-from pipeline.records import RecordBatch
-from pipeline.tokenizing import Encoder
+from pipeline.documents.encoder import Encoder
+from pipeline.documents.make import make_documents
+from pipeline.packing.cutting import cut
+from pipeline.packing.packers import PACKERS
+from pipeline.packing.rows import WindowTokens, gather
+from pipeline.sources.reader import RecordBatch
 from shards.schema import Layout
 
 SEQ_LEN = 64

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.packing import PACKERS, Bins, lower_bound
+from pipeline.packing.packers import PACKERS, Bins, lower_bound
 
 SEQ_LEN = 100
 some_lengths = st.lists(st.integers(1, SEQ_LEN), max_size=200)

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import RecordOptions
-from pipeline.records import WindowReader
-from pipeline.sources import cut_windows, enumerate_streams, resolve_specs
-from pipeline.streams import stream_parts
+from pipeline.sources.discovery import cut_windows, enumerate_streams, resolve_specs
+from pipeline.sources.reader import WindowReader
+from pipeline.sources.streams import stream_parts
 from shards.errors import PackError
 
 TEXTS = ["plain", "é 한국어 👍", 'quote " and \\ slash', "", "two\nlines", "x" * 300, "tab\t\x00nul"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.cutting import cut
-from pipeline.gather import WindowTokens, gather
-from pipeline.packing import PACKERS
+from pipeline.packing.cutting import cut
+from pipeline.packing.packers import PACKERS
+from pipeline.packing.rows import WindowTokens, gather
 from shards import Dataset
 from shards.manifest import commit, empty_counts, length_histogram
 from shards.plan import plan_id

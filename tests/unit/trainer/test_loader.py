@@ -14,7 +14,7 @@ import torch
 
 from shards import Dataset, PackError
 from trainer.loader import PackLoader, feed, padded_lengths, whole_dataset, window_pairs
-from trainer.models import load_model
+from trainer.model.loading import load_model
 
 
 def served(loader: PackLoader, steps: range) -> list[list[int]]:

@@ -17,7 +17,7 @@ import trainer.loop
 from shards import PackError
 from trainer import TrainConfig, Trained, train
 from trainer.metrics import cost_of
-from trainer.models import load_model
+from trainer.model.loading import load_model
 
 SETTINGS = {
     "steps": 4, "packs_per_step": 4, "lr": 1e-2, "dtype": "fp32", "log_every": 1, "device": "cpu", "progress": False,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shards import PackError
-from trainer.adapters import add_adapters, freeze
 from trainer.config import TrainConfig
-from trainer.models import load_model
+from trainer.model.adapters import add_adapters, freeze
+from trainer.model.loading import load_model
 from trainer.optimizer import build_optimizer, gradient_norm, learning_rate
 
 

@@ -1,0 +1,120 @@
+"""Prove that a dataset holds its corpus: tokenize the sources again and look for every document.
+
+For each window the records are read and tokenized afresh with the reference engine. Every document must then be there
+exactly once, its tokens in order without a gap, with the same mask; a document that is absent must have a reason that
+the plan names, and a document cut short must have been cut by its policy. Packing is not repeated, so this does not
+trust the packer, the gathering or the writer.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from pipeline.building.driver import all_tasks
+from pipeline.building.stages import Stages
+from pipeline.building.window import read_documents
+from pipeline.config import RecordOptions
+from pipeline.documents.encoder import Encoder
+from pipeline.packing.rows import WindowTokens
+from pipeline.sources.discovery import Source, resolve_specs
+from pipeline.sources.reader import WindowReader
+from shards.errors import counted
+from shards.plan import Plan
+from shards.reader import Dataset
+from shards.verification import Report
+
+
+def compare_with_sources(path: str, specs: tuple[str, ...], report: Report) -> None:
+    """Look for every document of the sources in a dataset, and add what is wrong to `report`.
+
+    Args:
+        path: The dataset.
+        specs: The SOURCE arguments that it was built from.
+        report: Gets a problem for the first document of each window that is not right, and a summary.
+    """
+    dataset = Dataset(path)
+    plan = dataset.plan
+    options = {source["name"]: RecordOptions(**source["records"]) for source in plan["sources"]}
+    sources = resolve_specs(specs, next(iter(options.values())), options)
+    found = [[file.as_plan() for file in source.files] for source in sources]
+    for source, files in zip(plan["sources"], found, strict=False):
+        for old, new in zip(source["files"], files, strict=False):
+            if old != new:
+                what = f"{new['name']} is not the file that was packed ({old['name']})"
+                report.add("F2", f"source {source['name']!r}", what)
+                return
+    packed = [len(source["files"]) for source in plan["sources"]]
+    if packed != [len(files) for files in found]:
+        report.add("F2", path, f"was built from {counted(sum(packed), 'file')}, found {sum(map(len, found)):,}")
+        return
+    encoders = {
+        special: Encoder(f"{path}/tokenizer", engine="tokenizers", parse_special=special)
+        for special in {option.parse_special for option in options.values()}
+    }
+    starts = np.cumsum([0] + [shard["rows"] for shard in dataset.manifest["shards"]])
+    documents = seen = 0
+    for seen, task in enumerate(all_tasks(plan, sources), 1):
+        if seen == len(starts):
+            break
+        source = sources[task.source]
+        reader = WindowReader(source, task.slices, on_error="skip", payload=task.payload)
+        encoder = encoders[source.options.parse_special]
+        tokens, _ = read_documents(reader, encoder, task.window, Stages(), lambda *_: None)
+        packs = range(starts[task.window], starts[task.window + 1])
+        for where, what in _window_problems(dataset, packs, tokens, source, plan):
+            report.add("F12", where, what)
+            break
+        documents += len(tokens.doc_ids)
+    if seen != len(starts) - 1:  # standard input has no fingerprint that would have told
+        gave = "more" if seen == len(starts) else f"{seen:,}"
+        report.add("F2", path, f"holds {counted(len(starts) - 1, 'window')}, the sources give {gave}")
+    again = f"{counted(documents, 'document')} of {counted(seen, 'window')} tokenized again"
+    report.against = f"{again}: each is there once, or left out for its reason"
+
+
+def _window_problems(
+    dataset: Dataset, packs: range, tokens: WindowTokens, source: Source, plan: Plan
+) -> Iterator[tuple[str, str]]:
+    pieces: dict[int, list[tuple[int, Any, Any]]] = {}
+    for number in packs:
+        row = dataset[number]
+        for segment, document in enumerate(row["doc_ids"].tolist()):
+            begin, end = row["cu_seqlens"][segment : segment + 2]
+            piece = (int(row["doc_offsets"][segment]), row["input_ids"][begin:end], row["loss_mask"][begin:end])
+            pieces.setdefault(document, []).append(piece)
+    for number, document in enumerate(tokens.doc_ids.tolist()):
+        begin, end = tokens.offsets[number : number + 2]
+        ids = tokens.input_ids[begin:end]
+        mask = tokens.loss_mask[begin:end] if len(tokens.loss_mask) else np.ones(len(ids), np.uint8)
+        wrong = _document_problem(pieces.pop(document, []), ids, mask, source.options, plan)
+        if wrong:
+            yield f"document {document} (window {document >> 32}, record {document & 0xFFFFFFFF})", wrong
+    for document in pieces:
+        yield f"document {document}", "is packed, but the sources have no such record"
+
+
+def _document_problem(
+    pieces: list[tuple[int, Any, Any]], ids: Any, mask: Any, options: RecordOptions, plan: Plan
+) -> str | None:
+    """Return what is wrong with the packed pieces of one document, or None."""
+    wrapped = plan["packer"]["name"] == "wrapped"
+    policy = "wrapped" if wrapped else options.overlong_policy
+    overlong = len(ids) > plan["seq_len"]
+    if not pieces:
+        if not mask[1:].any() and not options.keep_no_target:
+            return None
+        may_vanish = overlong and policy in ("drop", "truncate", "truncate-turns", "split")
+        return None if may_vanish else f"has {len(ids)} tokens and is not packed"
+    place = first = min(piece[0] for piece in pieces)
+    for offset, piece_ids, piece_mask in sorted(pieces, key=lambda piece: piece[0]):
+        if offset != place:
+            return f"has token {min(offset, place)} {'twice' if offset < place else 'missing'}"
+        place += len(piece_ids)
+        if not np.array_equal(piece_ids, ids[offset:place]):
+            return f"has other tokens in {offset}:{place} than the source gives"
+        if piece_mask[0] or not np.array_equal(piece_mask[1:], mask[offset + 1 : place]):
+            return f"has another loss mask in {offset}:{place} than the source gives"
+    if (first or place != len(ids)) and not (overlong and policy in ("truncate", "truncate-turns")):
+        return f"has tokens {first}:{place} packed of {len(ids)}"
+    return None

@@ -1,0 +1,245 @@
+"""Where windows run: on this machine or on a Ray cluster.
+
+An engine takes a job and an iterator of tasks and yields each window's record as it is done, in any order. It holds at
+most two tasks per worker, so memory does not grow with the corpus. Engines know nothing of packing; the bytes of a
+window depend on the plan alone. To add one, write such a function and enter it in `ENGINES`.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing import forkserver
+from typing import Any
+
+from pipeline.building.stages import Stages
+from pipeline.building.stores import open_store
+from pipeline.building.window import Job, Task, Tick, run_window
+from pipeline.documents.encoder import Encoder
+from shards.errors import PackError
+from shards.publish import Store
+
+TRIES = 3
+Record = dict[str, Any]
+
+_worker: "Worker | None" = None
+
+
+class Worker:
+    """What one process loads once: the store and the tokenizer."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.store: Store = open_store(job.out)
+        self.encoders: dict[bool, Encoder] = {}
+
+    def run(self, task: Task, tick: Tick) -> Record:
+        """Build one window."""
+        special, stages = self.job.sources[task.source].options.parse_special, Stages()
+        if special not in self.encoders:
+            files, engine = self.job.tokenizer_files, self.job.tokenizer_engine
+            with stages.time("load"):
+                self.encoders[special] = Encoder(files, engine=engine, parse_special=special)
+        return run_window(self.job, task, self.store, self.encoders[special], stages, tick)
+
+
+def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
+    """Run windows in processes, or in this one where one suffices."""
+    if workers == 1:
+        worker = Worker(job)
+        for task in tasks:
+            yield worker.run(task, tick)
+        return
+    crew = _Crew(job, workers, tick)
+    try:
+        yield from crew.run(tasks)
+    finally:
+        crew.stop()
+
+
+class _Crew:
+    """Worker processes that may die.
+
+    One that dies breaks the pool; it is rebuilt, and the windows that were in flight run again one at a time, so that a
+    window which kills its worker is found out and blamed alone, after `TRIES` tries.
+    """
+
+    def __init__(self, job: Job, workers: int, tick: Tick) -> None:
+        self.job, self.workers, self.tick = job, workers, tick
+        self.flying: dict[Future[Record], Task] = {}
+        self.suspects: list[Task] = []
+        self.deaths: dict[int, int] = {}  # by window that was ever in flight when a worker died: deaths on its own
+        self._start()
+
+    def _start(self) -> None:
+        context = _context()
+        self.progress: Any = context.Array("q", 3)  # a new one each time: a worker may die with the lock in its hands
+        arguments = (self.job, self.progress, dict(os.environ))
+        self.pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=arguments)
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Record]:
+        """Yield the record of each task as it is done."""
+        while self._send(tasks):
+            done, _ = wait(self.flying, timeout=0.2, return_when=FIRST_COMPLETED)
+            self._drain()
+            for future in done:
+                try:
+                    record = future.result()
+                except BrokenProcessPool:
+                    self._replace()
+                    break
+                del self.flying[future]
+                yield record
+        self.pool.shutdown()
+
+    def _send(self, tasks: Iterator[Task]) -> bool:
+        """Keep two tasks per worker in flight, or a single suspect; return whether there is any."""
+        careful = self.suspects or any(task.window in self.deaths for task in self.flying.values())
+        room = not self.flying if careful else 2 * self.workers - len(self.flying)
+        source = iter([self.suspects.pop(0)] if self.suspects and room else []) if careful else tasks
+        for task in islice(source, int(room)):
+            try:
+                self.flying[self.pool.submit(_run_task, task)] = task
+            except BrokenProcessPool:  # a worker died with nothing to do
+                self.suspects.append(task)
+                self._replace()
+                return self._send(tasks)
+        return bool(self.flying)
+
+    def _replace(self) -> None:
+        """Start anew after a death, and note who was there."""
+        alone = len(self.flying) == 1
+        for task in self.flying.values():
+            self.deaths[task.window] = self.deaths.get(task.window, 0) + alone
+            if self.deaths[task.window] >= TRIES:
+                raise PackError(
+                    f"{task.describe(self.job.sources)}: its worker died {TRIES} times; expected it to finish. Look "
+                    "for a lack of memory (smaller --window-bytes or fewer --workers; in a script, a missing "
+                    "if __name__ == '__main__'), then --resume."
+                )
+        self.suspects.extend(self.flying.values())
+        self.flying.clear()
+        self.pool.shutdown(cancel_futures=True)
+        self._start()
+
+    def _drain(self) -> None:
+        lock = self.progress.get_lock()
+        if lock.acquire(timeout=1):
+            amounts = self.progress[0], self.progress[1], self.progress[2]
+            self.progress[:] = [0, 0, 0]
+            lock.release()
+            self.tick(*amounts)
+
+    def stop(self) -> None:
+        """End now: after an error or Ctrl-C nobody waits for half a window."""
+        processes = list((self.pool._processes or {}).values())
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+
+
+def _context() -> Any:
+    """Return how this program starts processes; where it chose no way, from a server that has our imports ready."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method is not None or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context(method or "spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def start_server() -> None:
+    """Start what workers come from, so that it does its imports while the driver plans."""
+    if _context().get_start_method() == "forkserver":
+        forkserver.ensure_running()
+
+
+_progress: Any = None
+
+
+def _start_worker(job: Job, progress: Any, environment: dict[str, str]) -> None:
+    global _worker, _progress
+    os.environ.update(environment)  # a server that started earlier knows an older one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops us
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    _worker, _progress = Worker(job), progress
+
+
+def _end_with_driver() -> None:
+    """End this process when the driver is gone, even if it had no time to say so."""
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    driver.join()
+    os._exit(1)
+
+
+def _run_task(task: Task) -> Record:
+    assert _worker is not None
+    return _worker.run(task, _tick)
+
+
+def _tick(documents: int, tokens: int, raw_bytes: int) -> None:
+    with _progress.get_lock():
+        for slot, amount in enumerate((documents, tokens, raw_bytes)):
+            _progress[slot] += amount
+
+
+def run_ray(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
+    """Run windows as Ray tasks on the cluster that RAY_ADDRESS names, or on a local one.
+
+    Ray retries a task whose worker died or failed, `TRIES` times in all. The output must be a place that every node
+    reaches: a shared file system or an object store.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PackError(
+            "--engine ray: ray is not installed; expected the extra. Run pip install 'shardpack[ray]'."
+        ) from error
+    if not ray.is_initialized():
+        ray.init(
+            log_to_driver=False, include_dashboard=False, num_cpus=None if os.environ.get("RAY_ADDRESS") else workers
+        )
+    shared: Any = ray.put(job)
+    policy: dict[str, Any] = {"num_cpus": 1, "max_retries": TRIES - 1, "retry_exceptions": [OSError, MemoryError]}
+    remote: Any = ray.remote(**policy)(_ray_task)
+    flying: dict[Any, Task] = {}
+    try:
+        while True:
+            for task in islice(tasks, 2 * workers - len(flying)):
+                flying[remote.remote(shared, task)] = task
+            if not flying:
+                return
+            for reference in ray.wait(list(flying), num_returns=1)[0]:
+                task = flying.pop(reference)
+                try:
+                    record: Record = ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from None
+                except ray.exceptions.RayError as error:
+                    raise PackError(
+                        f"{task.describe(job.sources)}: its Ray worker died {TRIES} times ({type(error).__name__}); "
+                        "expected it to finish. Look for a lack of memory, then --resume."
+                    ) from error
+                documents, tokens = record["counts"]["documents"]["read"], record["counts"]["tokens"]["read"]
+                tick(documents, tokens, record["raw_bytes"])
+                yield record
+    finally:
+        for reference in flying:  # after an error or Ctrl-C
+            ray.cancel(reference, force=True)
+
+
+def _ray_task(job: Job, task: Task) -> Record:
+    global _worker
+    if _worker is None or _worker.job != job:
+        _worker = Worker(job)
+    return _worker.run(task, lambda documents, tokens, raw_bytes: None)
+
+
+ENGINES: dict[str, Callable[[Job, Iterator[Task], int, Tick], Iterator[Record]]] = {"local": run_local, "ray": run_ray}

@@ -1,0 +1,111 @@
+"""Where a dataset is published: a directory here, or an object store through fsspec.
+
+An object store needs no rename: a finished upload is atomic, an unfinished one is invisible. So a window is written and
+hashed here, uploaded whole under its content's name, and only then its sidecar; the manifest goes last, and only if
+there is none. Add a kind of place by writing the methods of `shards.publish.Store`.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.sources.files import filesystem_of, is_url
+from shards.errors import PackError
+from shards.publish import STALE_S, LocalStore, Store
+
+SCRATCH = "shardpack-"
+
+
+def io_errors() -> tuple[type[Exception], ...]:
+    """Return what files and object stores raise: botocore's own errors are no OSError."""
+    boto = sys.modules.get("botocore.exceptions")
+    return (OSError,) if boto is None else (OSError, boto.BotoCoreError)
+
+
+class RemoteStore:
+    """A dataset under an fsspec URL, such as s3://bucket/prefix."""
+
+    def __init__(self, url: str) -> None:
+        self.location = url.rstrip("/")
+
+    @cached_property
+    def _target(self) -> tuple[Any, str]:
+        return filesystem_of(self.location)
+
+    def _path(self, name: str) -> str:
+        return f"{self._target[1]}/{name}"
+
+    def create(self) -> None:
+        """Check that the place can be reached."""
+        try:
+            self._target[0].exists(self._path("plan.json"))
+        except io_errors() as error:
+            raise PackError(
+                f"--out {self.location}: cannot be reached ({error}). Check the URL and the credentials."
+            ) from error
+
+    def scratch(self, name: str) -> Path:
+        """Return a fresh path in this machine's directory for temporary files."""
+        return Path(tempfile.gettempdir()) / f"{SCRATCH}{os.getpid()}-{time.monotonic_ns():x}-{name}"
+
+    def publish(self, scratch: Path, name: str) -> None:
+        """Upload a finished file whole."""
+        self._target[0].put_file(str(scratch), self._path(name))
+
+    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+        """Upload `data`."""
+        try:
+            self._target[0].pipe_file(self._path(name), data, mode="create" if if_absent else "overwrite")
+        except FileExistsError as error:
+            raise PackError(
+                f"{self.location}/{name}: is there already; another build finished first. Run pack verify on a copy."
+            ) from error
+
+    def get(self, name: str) -> bytes | None:
+        """Download a whole file; None where there is none."""
+        try:
+            return bytes(self._target[0].cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return bytes by file name; directory "" is the root."""
+        filesystem = self._target[0]
+        filesystem.invalidate_cache()
+        try:
+            entries = filesystem.ls(self._path(directory).rstrip("/"), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in entries}
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of one file; None where there is none."""
+        try:
+            return int(self._target[0].size(self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        """Remove one file."""
+        self._target[0].rm_file(self._path(name))
+
+    def clear(self) -> None:
+        """Remove the whole dataset."""
+        self._target[0].rm(self._target[1], recursive=True)
+
+    def sweep(self, *, everything: bool = False) -> None:
+        """Remove scratch files of builds that died here; a build removes its own as it goes."""
+        for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+            with suppress(OSError):  # another user's, or gone already
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    path.unlink()
+
+
+def open_store(out: str) -> Store:
+    """Return the store that --out names."""
+    return RemoteStore(out) if is_url(out) else LocalStore(out)

@@ -1,0 +1,1 @@
+"""From records to token ids and loss masks: tokenizers, chat templates, masks."""

@@ -1,0 +1,244 @@
+"""Records -> documents: flat tokens, and which of them are targets.
+
+Text gets what its tokenizer puts around a text and one EOS. For conversations the template is the authority: no BOS is
+added, and an EOS only where the last turn does not end in EOS or an end-of-turn mark already. Instruction records are
+prompt and completion, as two texts or as messages. Documents without targets are returned like all others: the window
+counts and drops them, so that their tokens stand in the balance.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config import RecordOptions
+from pipeline.documents.added_tokens import AddedTokens
+from pipeline.documents.chat import Rendering, render_conversation
+from pipeline.documents.encoder import Encoder, running_sum
+from pipeline.documents.masked_encoding import PieceEncoder, encode_renderings
+from pipeline.documents.messages import Conversation, chat_conversation, instruction
+from pipeline.documents.template import ChatTemplate
+from pipeline.documents.tokenizer import TokenizerSpec
+from pipeline.sources.reader import RecordBatch
+from shards.errors import PackError, SourceError
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of one batch, flat."""
+
+    input_ids: npt.NDArray[np.int32]
+    "int32 (num_tokens,)"
+    loss_mask: npt.NDArray[np.uint8] | None
+    "uint8 (num_tokens,): 1 where a token is a target; None where every token but a document's first is"
+    offsets: npt.NDArray[np.int64]
+    "int64 (num_documents + 1,): where each document begins"
+    indices: npt.NDArray[np.int64]
+    "int64 (num_documents,): index of each document's record, as the batch numbers them"
+    turn_ends: npt.NDArray[np.int32] | None = None
+    "int32, flat: where turns end, in tokens from the document's beginning; the last is its length. For truncate-turns"
+    turn_offsets: npt.NDArray[np.int64] | None = None
+    "int64 (num_documents + 1,): where each document's turns begin in `turn_ends`"
+
+
+def make_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, dict[str, int]]:
+    """Turn records into documents.
+
+    Args:
+        batch: Texts (kind text) or whole records (kinds chat and instruction). Its `reject` is called for a record of
+            the wrong form, or that its template cannot render.
+        encoder: The tokenizer, made with the `parse_special` of the options.
+        options: How a record becomes a document.
+
+    Returns:
+        The documents, and how many records gave none, by reason (empty).
+
+    Raises:
+        PackError: The options do not fit the tokenizer or the kind.
+    """
+    check_options(options, encoder.spec)
+    rejected = 0
+    if options.kind == "text":
+        documents = _text_documents(batch, encoder, options)
+    else:
+        documents, rejected = _rendered_documents(batch, encoder, options)
+    empty = len(batch.values) - len(documents.indices) - rejected
+    return documents, {"empty": empty} if empty else {}
+
+
+def check_options(options: RecordOptions, spec: TokenizerSpec) -> None:
+    """Refuse what no record of this kind could be made with, before anything is read or written.
+
+    Raises:
+        PackError: The options do not fit the tokenizer or the kind.
+    """
+    if not all(name.strip() for name in options.train_on.split(",")):
+        raise PackError(
+            f"--train-on: {options.train_on!r} holds an empty name; expected roles, such as assistant,tool."
+        )
+    if options.kind == "text":
+        if options.train_on not in ("auto", "all"):
+            raise PackError(
+                f"--train-on {options.train_on}: plain text has no roles. Use all, or records with messages."
+            )
+        _text_suffix(spec, options)
+    elif options.kind == "chat":
+        if options.train_on == "completion":
+            raise PackError(
+                "--train-on completion: a conversation has no completion. Use assistant, last-assistant, or roles."
+            )
+        _template_text(spec, options)
+
+
+def explain_no_targets(options: RecordOptions) -> str:
+    """Return the likely cause when most documents of a source have no target, and what to do; two sentences."""
+    wanted = options.train_on
+    if options.kind == "text":
+        return "Texts of a single token have nothing to predict. Check --text-field."
+    if options.kind == "instruction" and wanted in ("auto", "completion"):
+        return f"The completions are empty. Check --completion-field, now {options.completion_field!r}."
+    if wanted in ("auto", "assistant", "last-assistant"):
+        return (
+            "No message has the role assistant, train or weight fields turn them off, or the {% generation %} blocks "
+            "of the chat template hold none. Check the roles, --train-on and --chat-template."
+        )
+    return f"No message has a role of --train-on {wanted}, or train and weight fields turn them off. Check the roles."
+
+
+def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> Documents:
+    spec = encoder.spec
+    ids, begins = encoder.encode(batch.values)
+    lengths = np.diff(begins)
+    kept = lengths > 0
+    firsts, lasts = ids[begins[:-1][kept]], ids[begins[1:][kept] - 1]
+    prefix, suffix = list(spec.prefix_ids), _text_suffix(spec, options)
+    before = np.where(firsts == prefix[0], 0, len(prefix)) if prefix else np.zeros(len(firsts), np.int64)
+    after = np.where(lasts == suffix[-1], 0, len(suffix)) if suffix else np.zeros(len(lasts), np.int64)
+    offsets = running_sum(lengths[kept] + before + after)
+    if not before.any() and not after.any():
+        return Documents(ids, None, offsets, batch.indices[kept])
+    input_ids = np.empty(offsets[-1], np.int32)
+    shift = offsets[:-1] + before - begins[:-1][kept]
+    input_ids[np.arange(len(ids)) + np.repeat(shift, lengths[kept])] = ids
+    for place, token in enumerate(prefix):
+        input_ids[offsets[:-1][before > 0] + place] = token
+    for place, token in enumerate(reversed(suffix)):
+        input_ids[offsets[1:][after > 0] - 1 - place] = token
+    return Documents(input_ids, None, offsets, batch.indices[kept])
+
+
+def _rendered_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, int]:
+    """Return the documents, and how many records were rejected."""
+    maker = _maker(encoder, options)
+    renderings, indices, rejected = [], [], 0
+    for record, index in zip(batch.values, batch.indices.tolist(), strict=True):
+        try:
+            rendering = maker.rendering(record)
+        except SourceError as error:
+            batch.reject(index, str(error))
+            rejected += 1
+            continue
+        if rendering is not None:
+            renderings.append(rendering)
+            indices.append(index)
+    tokens = encode_renderings(renderings, _pieces(encoder))
+    everything = all(rendering.targets is None for rendering in renderings)
+    with_turns = options.overlong_policy == "truncate-turns"
+    documents = Documents(
+        tokens.input_ids,
+        None if everything else tokens.loss_mask,
+        tokens.offsets,
+        np.array(indices, np.int64),
+        tokens.turn_ends if with_turns else None,
+        tokens.turn_offsets if with_turns else None,
+    )
+    return documents, rejected
+
+
+def _text_suffix(spec: TokenizerSpec, options: RecordOptions) -> list[int]:
+    """Return what ends a text: the tokenizer's own suffix, and EOS once where it is wanted."""
+    if not options.add_eos:
+        return [token for token in spec.suffix_ids if token != spec.eos_id]
+    ends = spec.suffix_ids and (spec.eos_id is None or spec.eos_id in spec.suffix_ids)
+    return [*spec.suffix_ids] if ends else [*spec.suffix_ids, _eos(spec)]
+
+
+def _eos(spec: TokenizerSpec) -> int:
+    """Return the id of EOS; without one, documents would not end, and a model would not learn to stop."""
+    if spec.eos_id is None:
+        raise PackError(
+            "the tokenizer names no EOS to end documents with; expected eos_token in its tokenizer_config.json. "
+            "Name it there, or pass --no-eos."
+        )
+    return spec.eos_id
+
+
+def _template_text(spec: TokenizerSpec, options: RecordOptions) -> str:
+    """Return the chat template: the user's, else the tokenizer's own."""
+    text = options.chat_template if options.chat_template is not None else spec.chat_template
+    if text is None:
+        raise PackError(
+            "the tokenizer has no chat template; expected one for conversations. "
+            "Give --chat-template FILE, or prompt and completion as text."
+        )
+    return text
+
+
+class _Maker:
+    """What the records of one source share."""
+
+    def __init__(self, encoder: Encoder, options: RecordOptions) -> None:
+        spec = encoder.spec
+        self.spec, self.options, self.trust = spec, options, encoder.parse_special
+        self.added = AddedTokens(spec.added, spec.flags)
+        self.closing = {token for text, token in spec.added.items() if "special" in spec.flags.get(text, ())}
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        text = _template_text(self.spec, self.options)
+        template = ChatTemplate(text, self.spec.special_tokens, self.added, trust=self.trust)
+        self.closing |= {control.id for control in self.added.find(template.trial.end)[:1]}
+        return template
+
+    def rendering(self, record: dict[str, Any]) -> Rendering | None:
+        """Return the rendering of a record, or None for an empty one."""
+        read = instruction if self.options.kind == "instruction" else chat_conversation
+        made = read(record, self.options)
+        if isinstance(made, Conversation):
+            if not made.messages:
+                return None
+            return self._closed(render_conversation(made, self.template, self.options))
+        prompt, completion = made
+        if not prompt and not completion:
+            return None
+        text = prompt + completion
+        controls = self.added.find(text) if self.trust else []
+        targets = None if self._trains_prompt() else [(len(prompt), len(text))]
+        prefix = self.spec.prefix_ids
+        if prefix and controls and controls[0].start == 0 and controls[0].id == prefix[0]:
+            prefix = ()
+        # A completion without its prompt is no document, so from the left both are one turn.
+        ends = [len(text)] if self.options.truncate_side == "left" else [len(prompt), len(text)]
+        return self._closed(Rendering(text, controls, targets, ends, trains_end=True, prefix=prefix))
+
+    def _closed(self, rendering: Rendering) -> Rendering:
+        """Append EOS, unless the text ends in an end mark already or nobody wants it."""
+        last = rendering.controls[-1] if rendering.controls else None
+        ends = (
+            last is not None
+            and last.id in {*self.closing, self.spec.eos_id}
+            and not rendering.text[last.stop :].strip()
+        )
+        return rendering if ends or not self.options.add_eos else replace(rendering, eos_id=_eos(self.spec))
+
+    def _trains_prompt(self) -> bool:
+        train_on = self.options.train_on
+        if train_on not in ("auto", "all", "completion", "assistant", "last-assistant"):
+            raise PackError(f"--train-on {train_on}: prompts and completions have no roles. Use completion or all.")
+        return train_on == "all"
+
+
+_maker = lru_cache(maxsize=16)(_Maker)
+_pieces = lru_cache(maxsize=4)(PieceEncoder)

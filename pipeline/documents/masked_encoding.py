@@ -1,0 +1,235 @@
+"""Renderings -> flat tokens and masks.
+
+Each text is cut at its control tokens, and the pieces of a whole batch are encoded in one call, as plain text: the ids
+are those of the whole text, because tokenizers cut there too, but nothing a user wrote can become a control token.
+Masks are exact to the token: where a target begins or ends inside a piece, token borders come from the byte length of
+each id where that is exact (byte-level and byte-fallback BPE: any engine, no second encoding), else from the reference
+engine's offsets. A token across the seam is a target.
+"""
+
+import unicodedata
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from pipeline.documents.chat import Range, Rendering
+from pipeline.documents.encoder import REFERENCE, Encoder, running_sum
+from pipeline.documents.tokenizer import BYTE_TOKEN
+
+Array = npt.NDArray[Any]
+PLAIN = -1
+
+
+class Tokens(NamedTuple):
+    """Documents of one batch, flat."""
+
+    input_ids: Array
+    "int32 (num_tokens,)"
+    loss_mask: Array
+    "uint8 (num_tokens,): 1 where a token is a target, never at the first token of a document"
+    offsets: Array
+    "int64 (num_documents + 1,): where each document begins in `input_ids`"
+    turn_ends: Array
+    "int32, flat: where turns end, in tokens from the document's beginning; an added EOS belongs to the last turn"
+    turn_offsets: Array
+    "int64 (num_documents + 1,): where each document's turns begin in `turn_ends`"
+
+
+class PieceEncoder:
+    """Encodes text between control tokens.
+
+    Args:
+        encoder: Encodes plain text.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        parsed = orjson.loads(encoder.content)
+        self._inner = _without_first_prefix(parsed)
+        self._widths = token_bytes(parsed)
+        self._composed = "NFC" in _types(parsed.get("normalizer"))
+
+    def encode(self, texts: list[str], first: list[bool]) -> tuple[Array, Array]:
+        """Encode pieces; `first` says which of them begin their document.
+
+        Returns:
+            `ids`: int32 (num_tokens,), end to end; `offsets`: int64 (num_texts + 1,).
+        """
+        if self._inner is None or all(first):
+            return self.encoder.encode(texts)
+        parts: list[Array] = [np.empty(0, np.int32)] * len(texts)
+        for encoder, wanted in ((self.encoder, True), (self._inner, False)):
+            chosen = [index for index, begins in enumerate(first) if begins is wanted]
+            ids, offsets = encoder.encode([texts[index] for index in chosen])
+            for number, index in enumerate(chosen):
+                parts[index] = ids[offsets[number] : offsets[number + 1]]
+        return np.concatenate([np.empty(0, np.int32), *parts]), running_sum([len(part) for part in parts])
+
+    def borders(self, text: str, ids: Array, points: list[int], begins: bool) -> tuple[Array, Array, list[int]]:
+        """Return where the tokens of a piece begin and end, and where `points` (characters) lie on the same scale.
+
+        The scale is bytes where the ids alone tell it, characters otherwise.
+        """
+        if self._widths is not None and (not self._composed or unicodedata.is_normalized("NFC", text)):
+            widths = self._widths[ids]
+            ends = np.cumsum(widths)
+            size = len(text) if text.isascii() else len(text.encode())
+            if len(ends) and ends[-1] == size:
+                at = points if size == len(text) else [len(text[:point].encode()) for point in points]
+                return ends - widths, ends, at
+        encoder = self.encoder if begins or self._inner is None else self._inner
+        spans = encoder.encode_with_spans(text)[1]
+        return spans[:, 0], spans[:, 1], points
+
+
+def encode_renderings(renderings: list[Rendering], pieces: PieceEncoder) -> Tokens:
+    """Encode a batch of renderings.
+
+    Raises:
+        TokenizerError: A text has no UTF-8 form.
+    """
+    batch = _Batch()
+    for rendering in renderings:
+        batch.add(rendering)
+    return batch.encode(pieces)
+
+
+def token_bytes(tokenizer: dict[str, Any]) -> Array | None:
+    """Return how many bytes of text each id stands for, int32 (max_id + 1,), or None where ids alone do not tell."""
+    model, before = tokenizer["model"], _types(tokenizer.get("pre_tokenizer"))
+    byte_level = "ByteLevel" in before
+    if "merges" not in model or not (byte_level or model.get("byte_fallback")):
+        return None
+    if _types(tokenizer.get("normalizer")) - {"Sequence", "NFC", "Replace", "Prepend"}:
+        return None
+    widths = np.zeros(max(model["vocab"].values(), default=0) + 1, np.int32)
+    for text, index in model["vocab"].items():
+        if byte_level:
+            widths[index] = len(text)  # one character of the byte alphabet a byte
+        else:
+            widths[index] = 1 if BYTE_TOKEN.fullmatch(text) else len(text.replace("▁", " ").encode())
+    for token in tokenizer.get("added_tokens") or ():  # layout tokens are spelled as they are
+        if byte_level and token["id"] < len(widths):
+            widths[token["id"]] = len(token["content"].encode())
+    return widths
+
+
+class _Batch:
+    """Parts of a batch of documents: control tokens and plain pieces, in order, each with its share of the mask."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []  # of a control token, or PLAIN
+        self.mask: list[int] = []
+        self.texts: list[str] = []
+        self.first: list[bool] = []  # whether a plain piece begins its document
+        self.mixed: list[tuple[int, int, list[Range]]] = []  # part, its text, targets inside it
+        self.doc_parts: list[int] = [0]
+        self.turns: list[tuple[int, int, int]] = []  # part, its text or PLAIN for its end, characters into it
+        self.doc_turns: list[int] = [0]
+
+    def add(self, rendering: Rendering) -> None:
+        """Cut one rendering into parts."""
+        text, position = rendering.text, 0
+        everything = rendering.targets is None
+        targets = [(0, len(text))] if rendering.targets is None else rendering.targets
+        ends, at, turn = rendering.turn_ends[:-1], 0, 0
+        for token in rendering.prefix:
+            self._control(token, everything)
+        for control in (*rendering.controls, None):
+            for start, stop, token in (
+                (position, len(text) if control is None else control.start, PLAIN),
+                (0, 0, PLAIN) if control is None else control,
+            ):
+                if start == stop:
+                    continue
+                while at < len(targets) and targets[at][1] <= start:
+                    at += 1
+                touched = at < len(targets) and targets[at][0] < stop
+                if token != PLAIN:
+                    self._control(token, touched)
+                else:
+                    self._plain(text[start:stop], start, stop, targets[at:] if touched else [], start == 0)
+                while turn < len(ends) and ends[turn] <= stop:
+                    inside = token == PLAIN and ends[turn] < stop
+                    self.turns.append((len(self.ids) - 1, len(self.texts) - 1 if inside else PLAIN, ends[turn] - start))
+                    turn += 1
+            position = len(text) if control is None else control.stop
+        if rendering.eos_id is not None:
+            self._control(rendering.eos_id, everything or rendering.trains_end)
+        if len(self.ids) > self.doc_parts[-1]:
+            self.turns.append((len(self.ids) - 1, PLAIN, 0))
+        self.doc_parts.append(len(self.ids))
+        self.doc_turns.append(len(self.turns))
+
+    def _control(self, token: int, target: bool) -> None:
+        self.ids.append(token)
+        self.mask.append(int(target))
+
+    def _plain(self, piece: str, start: int, stop: int, targets: list[Range], begins: bool) -> None:
+        inside = [(max(first - start, 0), min(last, stop) - start) for first, last in targets if first < stop]
+        self.ids.append(PLAIN)
+        self.mask.append(int(inside == [(0, len(piece))]))
+        if inside and not self.mask[-1]:
+            self.mixed.append((len(self.ids) - 1, len(self.texts), inside))
+        self.texts.append(piece)
+        self.first.append(begins)
+
+    def encode(self, pieces: PieceEncoder) -> Tokens:
+        """Encode all parts and put them end to end."""
+        ids, at = pieces.encode(self.texts, self.first)
+        part_ids = np.array(self.ids, np.int32)
+        plain = part_ids == PLAIN
+        lengths = np.ones(len(part_ids), np.int64)
+        lengths[plain] = np.diff(at)
+        begins = running_sum(lengths)
+        input_ids = np.empty(begins[-1], np.int32)
+        input_ids[begins[:-1][~plain]] = part_ids[~plain]
+        input_ids[np.arange(len(ids)) + np.repeat(begins[:-1][plain] - at[:-1], np.diff(at))] = ids
+        loss_mask = np.repeat(np.array(self.mask, np.uint8), lengths)
+        for part, index, inside in self.mixed:
+            points = [point for target in inside for point in target]
+            starts, stops, points = self._borders(pieces, index, ids, at, points)
+            chosen = np.zeros(len(starts), bool)
+            for first, last in zip(points[::2], points[1::2], strict=True):
+                chosen |= (starts < last) & (stops > first)
+            loss_mask[begins[part] : begins[part + 1]] = chosen
+        offsets = begins[self.doc_parts]
+        loss_mask[offsets[:-1][np.diff(offsets) > 0]] = 0
+        ends = np.array([self._turn_end(turn, pieces, ids, at, begins) for turn in self.turns], np.int64)
+        owner = np.repeat(np.arange(len(offsets) - 1), np.diff(self.doc_turns))
+        return Tokens(
+            input_ids, loss_mask, offsets, (ends - offsets[owner]).astype(np.int32), np.array(self.doc_turns, np.int64)
+        )
+
+    def _turn_end(self, turn: tuple[int, int, int], pieces: PieceEncoder, ids: Array, at: Array, begins: Array) -> int:
+        part, index, point = turn
+        if index == PLAIN:
+            return int(begins[part + 1])
+        _, stops, points = self._borders(pieces, index, ids, at, [point])
+        return int(begins[part] + np.count_nonzero(stops <= points[0]))  # a token across the seam is the next turn's
+
+    def _borders(
+        self, pieces: PieceEncoder, index: int, ids: Array, at: Array, points: list[int]
+    ) -> tuple[Array, Array, list[int]]:
+        return pieces.borders(self.texts[index], ids[at[index] : at[index + 1]], points, self.first[index])
+
+
+def _types(component: Any) -> set[str]:
+    """Return the type names inside a normalizer or pre-tokenizer."""
+    if isinstance(component, dict):
+        return {component.get("type", "")} | _types(list(component.values()))
+    return set().union(*map(_types, component)) if isinstance(component, list) else set()
+
+
+def _without_first_prefix(tokenizer: dict[str, Any]) -> Encoder | None:
+    """Return an encoder for pieces inside a document where the tokenizer puts a space before a document only."""
+    steps = tokenizer.get("pre_tokenizer")
+    flat = steps.get("pretokenizers", [steps]) if isinstance(steps, dict) else []
+    chosen = [step for step in flat if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first"]
+    if not chosen:
+        return None
+    for step in chosen:
+        step["prepend_scheme"] = "never"
+    return Encoder({"tokenizer.json": orjson.dumps(tokenizer)}, engine=REFERENCE)

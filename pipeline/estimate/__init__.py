@@ -1,0 +1,1 @@
+"""What a build would give, from a sample."""

@@ -1,0 +1,1 @@
+"""From segment lengths to packs: cutting, packers, rows."""

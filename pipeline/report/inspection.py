@@ -1,0 +1,96 @@
+"""What `pack inspect` is asked for: datasets or training runs, as data, as a terminal view and as a page."""
+
+import json
+from typing import Any
+
+import numpy as np
+from rich.console import RenderableType
+
+from pipeline.report.dataset import Report, inspect, rows_of
+from pipeline.report.flops import DEFAULT_SHAPE, load_shape
+from pipeline.report.html import Page, write
+from pipeline.report.pages import comparison_page, dataset_page
+from pipeline.report.rows import deep
+from pipeline.report.runs import is_run, read_run, runs_page, summary, table
+from pipeline.report.show import Decoder, describe
+from pipeline.report.terminal import comparison_view, dataset_view, grid
+from shards.errors import PackError
+from shards.reader import Dataset
+
+SAMPLE_PACKS = 4
+SAMPLE_TOKENS = 400  # of each segment, on a page
+MOST_LENGTHS = 1_000_000  # documents that stand for all where other seq_len are tried
+
+
+class Inspection:
+    """One or several datasets, or one or several runs; never both.
+
+    Args:
+        paths: Dataset or run directories.
+        packs_per_step: Packs that one optimizer step consumes.
+        model: Directory, config JSON or hub name of the model whose shape and limits count; None for a usual shape.
+        mix: Weight by source name.
+        deep_look: Whether to read every row.
+
+    Raises:
+        PackError: A path is neither, or datasets and runs are mixed.
+    """
+
+    def __init__(
+        self, paths: tuple[str, ...], *, packs_per_step: int, model: str | None, mix: dict[str, float], deep_look: bool
+    ) -> None:
+        kinds = {is_run(path) for path in paths}
+        if len(kinds) > 1:
+            raise PackError(f"{paths[0]}: datasets and training runs cannot be compared; name one kind.")
+        shape = load_shape(model) if model else DEFAULT_SHAPE
+        self.runs = [read_run(path) for path in paths] if kinds == {True} else []
+        self.datasets = [] if self.runs else [Dataset(path) for path in paths]
+        self.reports = [inspect(d, packs_per_step=packs_per_step, shape=shape, mix=mix) for d in self.datasets]
+        for report, dataset in zip(self.reports, self.datasets, strict=True):
+            if deep_look:
+                report["deep"] = deep(dataset, shape)
+
+    def json(self) -> str:
+        """Return the figures; one object for one path, a list for several."""
+        found: list[Any] = [summary(run) for run in self.runs] or self.reports
+        return json.dumps(found[0] if len(found) == 1 else found)
+
+    def view(self) -> RenderableType:
+        """Return what the terminal shows."""
+        if self.runs:
+            runs = table(self.runs)
+            return grid(runs.columns, runs.rows, "Training runs")
+        return dataset_view(self.reports[0]) if len(self.reports) == 1 else comparison_view(self.reports)
+
+    def write_page(self, file: str) -> None:
+        """Write the HTML page.
+
+        Raises:
+            PackError: The file cannot be written.
+        """
+        write(self._page(), file)
+
+    def _page(self) -> Page:
+        if self.runs:
+            return runs_page(self.runs)
+        if len(self.reports) > 1:
+            return comparison_page(self.reports)
+        from pipeline.estimate.advisor import fill_by_seq_len
+
+        report, dataset = self.reports[0], self.datasets[0]
+        report = report | {"fill_by_seq_len": fill_by_seq_len(typical_lengths(report))}
+        return dataset_page(report, sample_packs(dataset))
+
+
+def typical_lengths(report: Report) -> np.ndarray:
+    """Return document lengths from a report's histogram, at most a million that stand for all; int64."""
+    lengths, documents = rows_of(report["lengths"]["documents"]["histogram"])
+    count = documents * min(1.0, MOST_LENGTHS / max(1.0, documents.sum()))
+    return np.repeat(np.round(lengths).astype(np.int64), np.round(count).astype(np.int64))
+
+
+def sample_packs(dataset: Dataset) -> list[dict[str, Any]]:
+    """Return a few packs spread over a dataset, decoded."""
+    decoder = Decoder(dataset.path / "tokenizer")
+    rows = np.unique(np.linspace(0, len(dataset) - 1, SAMPLE_PACKS).astype(int)).tolist() if len(dataset) else []
+    return [describe(dataset, row, decoder, tokens=SAMPLE_TOKENS) for row in rows]

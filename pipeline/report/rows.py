@@ -1,0 +1,53 @@
+"""What only the rows themselves tell: exact lengths, duplicates, how much of the vocabulary is used.
+
+Reads every shard once through its map. Pieces of a cut document count by themselves where duplicates are looked for.
+"""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from pipeline.report.flops import DEFAULT_SHAPE, ModelShape
+from pipeline.report.padding import Rows, compare
+from shards.reader import Dataset
+
+FIGURES = ("duplicate_segments", "duplicate_tokens", "segments_without_target", "tokens_without_target")
+
+
+def deep(dataset: Dataset, shape: ModelShape = DEFAULT_SHAPE) -> dict[str, Any]:
+    """Read every row of a dataset.
+
+    Args:
+        dataset: An open dataset.
+        shape: The model whose FLOPs weigh tokens against attention pairs.
+
+    Returns:
+        `lengths` (exact [tokens, segments]), `feedings` (as in a report, exact), `distinct_tokens`, segments and tokens
+        that are duplicates (beyond the first of each) and that hold no target.
+    """
+    used = np.zeros(dataset.max_token_id + 1, bool)
+    seen: Counter[int] = Counter()
+    lengths: Counter[int] = Counter()
+    figures = dict.fromkeys(FIGURES, 0)
+    for row in range(len(dataset)):
+        ids, _, mask, bounds = dataset.pack(row)
+        used[ids] = True
+        trained = np.add.reduceat(mask, bounds[:-1], dtype=np.int64) > 0
+        for start, stop, target in zip(bounds[:-1].tolist(), bounds[1:].tolist(), trained.tolist(), strict=True):
+            digest = xxhash.xxh3_64_intdigest(ids[start:stop].data)
+            seen[digest] += 1
+            lengths[stop - start] += 1
+            figures["duplicate_segments"] += seen[digest] > 1
+            figures["duplicate_tokens"] += (stop - start) * (seen[digest] > 1)
+            figures["segments_without_target"] += not target
+            figures["tokens_without_target"] += (stop - start) * (not target)
+    histogram = sorted(lengths.items())
+    table = np.array(histogram, np.float64).reshape(-1, 2)
+    return {
+        "lengths": [list(entry) for entry in histogram],
+        "feedings": compare(Rows(table[:, 0], table[:, 1]), dataset.seq_len, shape, dataset.packer),
+        "distinct_tokens": int(used.sum()),
+        **figures,
+    }

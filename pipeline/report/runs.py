@@ -1,0 +1,146 @@
+"""Training runs, from the `metrics.jsonl` that each leaves in its directory: one table, one page for one or several."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median_high
+from typing import Any, NamedTuple
+
+from pipeline.formatting import number, percent
+from pipeline.report.html import COLOURS, Page, Plot, Section, Table, lines, plot
+from shards.errors import PackError, counted
+
+METRICS = "metrics.jsonl"
+MAX_POINTS = 2000  # more than a screen can tell apart
+# what is drawn, in this order, where a run has it: field, caption, unit
+CURVES = (
+    ("loss", "Training loss", "nats a target"),
+    ("eval_loss", "Evaluation loss", "nats a target"),
+    ("tokens_per_s", "Real tokens per second", "tokens/s"),
+    ("mfu", "Model FLOPs utilisation", "share of peak"),
+    ("data_wait", "Time that steps waited for data", "share of step"),
+    ("memory_gib", "Highest memory use", "GiB"),
+    ("grad_norm", "Gradient norm", ""),
+    ("lr", "Learning rate", ""),
+)
+
+AXES = {
+    **{name: {"tickformat": ".1%", "rangemode": "tozero"} for name in ("mfu", "data_wait")},
+    **{name: {"rangemode": "tozero"} for name in ("tokens_per_s", "memory_gib")},
+    "lr": {"exponentformat": "e"},
+}
+# of the table: the figure of a summary, and how it is written
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "run": ("path", str),
+    "steps": ("steps", number),
+    "first loss": ("first_loss", "{:.4f}".format),
+    "last loss": ("last_loss", "{:.4f}".format),
+    "best eval": ("lowest_eval_loss", "{:.4f}".format),
+    "tokens/s": ("tokens_per_s", "{:,.0f}".format),
+    "MFU": ("mfu", percent),
+    "data wait": ("data_wait", percent),
+    "memory": ("memory_gib", "{:.1f} GiB".format),
+}
+
+
+class Run(NamedTuple):
+    """What one run wrote."""
+
+    path: str
+    lines: list[dict[str, Any]]
+    "One record of figures per logged step, `step` rising."
+
+
+def is_run(path: str) -> bool:
+    """Tell whether a directory is a training run's."""
+    return (Path(path) / METRICS).is_file()
+
+
+def read_run(path: str) -> Run:
+    """Read a run's figures; a last line that a killed run left half written is not one.
+
+    Raises:
+        PackError: A line is no record of figures, or there is none at all.
+    """
+    file = Path(path) / METRICS
+    raw = file.read_bytes().split(b"\n")
+    records = []
+    for position, line in enumerate(raw):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)  # not orjson: a run that diverged has NaN
+        except ValueError as error:
+            if position == len(raw) - 1:
+                continue
+            raise PackError(f"{file}, line {position + 1}: is not JSON. Remove the line, or train again.") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise PackError(f"{file}, line {position + 1}: has no step; expected what pack train writes.")
+        records.append(record)
+    if not records:
+        raise PackError(f"{file}: holds no figures yet. Wait for the first logged step.")
+    return Run(path, sorted(records, key=lambda record: record["step"]))
+
+
+def curve(run: Run, name: str) -> tuple[list[int], list[float]]:
+    """Return the steps and values of one figure, finite values only, thinned to what a screen shows, the last kept."""
+    points = [(step, float(value)) for step, value in figures(run, name) if math.isfinite(value)]
+    stride = math.ceil(len(points) / MAX_POINTS) or 1
+    thinned = points[(len(points) - 1) % stride :: stride] if points else []
+    return [step for step, _ in thinned], [value for _, value in thinned]
+
+
+def figures(run: Run, name: str) -> list[tuple[int, float]]:
+    """Return step and value of every record that has this figure."""
+    return [(record["step"], record[name]) for record in run.lines if isinstance(record.get(name), int | float)]
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """Return the figures of a run that one compares: last and lowest loss, and medians of the rest."""
+    values = {name: [value for _, value in figures(run, name)] for name, _, _ in CURVES}
+    losses, medians = values["loss"], ("tokens_per_s", "mfu", "data_wait")
+    return {
+        "path": run.path,
+        "steps": run.lines[-1]["step"],
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "lowest_eval_loss": min(values["eval_loss"], default=None),
+        **{name: median_high(values[name]) if values[name] else None for name in medians},
+        "memory_gib": max(values["memory_gib"], default=None),
+    }
+
+
+def table(runs: list[Run]) -> Table:
+    """Return the runs side by side."""
+    rows = [
+        ["–" if entry[name] is None else write(entry[name]) for name, write in COLUMNS.values()]
+        for entry in map(summary, runs)
+    ]
+    return Table(list(COLUMNS), rows)
+
+
+def runs_page(runs: list[Run]) -> Page:
+    """Return the page of one or several runs, one colour a run."""
+    plots: list[Plot] = []
+    for name, caption, unit in CURVES:
+        traces = [
+            lines(
+                *curve(run, name),
+                name=run.path,
+                mode="lines+markers" if name == "eval_loss" else "lines",
+                line={"color": COLOURS[k % len(COLOURS)]},
+            )
+            for k, run in enumerate(runs)
+            if curve(run, name)[0]
+        ]
+        if traces:
+            axis = AXES.get(name, {})
+            plots.append(plot(caption, traces, x="step", y=unit, yaxis=axis, showlegend=len(runs) > 1))
+    first = summary(runs[0])
+    cards = (
+        [{"value": f"{first['last_loss']:.4f}", "label": "last loss"}] if len(runs) == 1 and first["last_loss"] else []
+    )
+    title = runs[0].path if len(runs) == 1 else f"{len(runs)} training runs"
+    subtitle = f"{counted(first['steps'], 'step')}" if len(runs) == 1 else ", ".join(run.path for run in runs)
+    return Page(title, subtitle, cards, [], [Section("Curves", plots=plots), Section("Summary", tables=[table(runs)])])

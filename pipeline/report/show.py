@@ -1,0 +1,313 @@
+"""Packs decoded, so that a person sees what a model will see: segments, positions, targets, special tokens, cuts.
+
+`describe` turns a row into plain data (runs of tokens that are alike, decoded), which the terminal and the HTML page
+both print. Decoding uses the tokenizer files inside the dataset: it needs no network and cannot meet the wrong one.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import islice, pairwise
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from pipeline.formatting import percent
+from shards.errors import PackError, counted
+from shards.plan import Plan
+from shards.reader import Dataset
+
+WINDOW_SHIFT = 32  # a doc_id is window number * 2^32 + the record's index in the window
+Pack = dict[str, Any]
+
+
+class Decoder:
+    """Turns token ids of a dataset back into text.
+
+    Args:
+        directory: The dataset's `tokenizer/` folder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
+        file = self.directory / "tokenizer.json"
+        if not file.exists():
+            raise PackError(f"{file}: is missing; expected the tokenizer of the build. See pack verify.")
+        return Tokenizer.from_file(str(file))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of added tokens: those that steer a model rather than spell text."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    def text(self, ids: np.ndarray, before: np.ndarray) -> str:
+        """Decode `ids`, which follow the ids `before`: decoders drop a space at the start of a text, not inside it."""
+        head = self._tokenizer.decode(before.tolist(), skip_special_tokens=False) if len(before) else ""
+        whole: str = self._tokenizer.decode(np.concatenate([before, ids]).tolist(), skip_special_tokens=False)
+        if whole.startswith(head):
+            return whole[len(head) :]
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def describe(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None = None) -> Pack:
+    """Return one pack as plain data.
+
+    Args:
+        dataset: An open dataset.
+        row: Number of the pack.
+        decoder: Of this dataset.
+        tokens: Most tokens of each segment that are decoded; None for all.
+
+    Returns:
+        row, source, shard, tokens, targets, fill and `segments`, each with its place in the pack and in its document,
+        its record, and `runs` of tokens that are alike: text, trained, special, tokens.
+
+    Raises:
+        PackError: There is no such pack.
+    """
+    if not 0 <= row < len(dataset):
+        raise PackError(f"{dataset.path}: no pack {row}; it has {len(dataset):,}, counted from 0.")
+    pack, (shard, local) = dataset[row], dataset.shard_of(row)
+    bounds = pack["cu_seqlens"].tolist()
+    plan, sidecar = dataset.plan, _sidecar(dataset, shard["window"])
+    parts = parts_of(dataset, shard["window"], set(pack["doc_ids"].tolist()))
+    segments = [
+        {
+            "document": int(document),
+            "record": record_of(plan, shard, sidecar, int(document)),
+            "start": start,
+            "tokens": stop - start,
+            "document_offset": int(offset),
+            **neighbours(parts[int(document)], int(offset), _whole(sidecar, int(document))),
+            "targets": int(pack["loss_mask"][start:stop].sum()),
+            "hidden_tokens": max(0, stop - start - tokens) if tokens is not None else 0,
+            "runs": list(_runs(pack, start, stop if tokens is None else min(stop, start + tokens), decoder)),
+        }
+        for start, stop, document, offset in zip(
+            bounds[:-1], bounds[1:], pack["doc_ids"], pack["doc_offsets"], strict=True
+        )
+    ]
+    return {
+        "row": row,
+        "source": shard["source"],
+        "shard": shard["file"],
+        "shard_row": local,
+        "tokens": bounds[-1],
+        "targets": pack["num_targets"],
+        "fill": bounds[-1] / dataset.seq_len,
+        "attention_pairs": pack["attention_pairs"],
+        "segments": segments,
+    }
+
+
+def _runs(pack: Pack, start: int, stop: int, decoder: Decoder) -> Iterator[dict[str, Any]]:
+    """Yield stretches of tokens that are all targets or all not, every special token by itself."""
+    ids, mask = pack["input_ids"][start:stop].astype(np.int64), pack["loss_mask"][start:stop]
+    special = np.isin(ids, np.fromiter(decoder.special_ids, np.int64, len(decoder.special_ids)))
+    cuts = np.flatnonzero((np.diff(mask.astype(np.int8)) != 0) | special[1:] | special[:-1]) + 1
+    for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(ids)], strict=True):
+        text = decoder.text(ids[first:last], ids[max(0, first - 4) : first])
+        yield {"text": text, "trained": bool(mask[first]), "special": bool(special[first]), "tokens": last - first}
+
+
+def _sidecar(dataset: Dataset, window: int) -> dict[str, Any]:
+    file = dataset.path / "shards" / f"{window:08d}.json"
+    return dict(json.loads(file.read_bytes())) if file.exists() else {"spans": []}
+
+
+def record_of(plan: Plan, shard: dict[str, Any], sidecar: dict[str, Any], document: int) -> str:
+    """Return where a document came from: file, and its place among the records of its slice."""
+    index = document & ((1 << WINDOW_SHIFT) - 1)
+    files = next(source["files"] for source in plan["sources"] if source["name"] == shard["source"])
+    for number, start, stop, first, count in sidecar["spans"]:
+        if first <= index < first + count:
+            file = files[number]
+            if shard["window"] < len(plan["windows"]):
+                unit = {"parquet": "row groups", "arrow": "rows"}.get(file["format"], "bytes")
+            else:  # cut while it was read
+                unit = "lines" if file["format"] == "jsonl" else "records"
+            return f"{file['name']}, record {index - first} of {unit} {start}:{stop}"
+    return f"window {document >> WINDOW_SHIFT}, record {index}"
+
+
+def parts_of(dataset: Dataset, window: int, documents: set[int]) -> dict[int, list[tuple[int, int, int]]]:
+    """Return, for each of some documents of one window, its segments as (first token, tokens, pack), in order."""
+    parts: dict[int, list[tuple[int, int, int]]] = {document: [] for document in documents}
+    shards = dataset.manifest["shards"]  # one a window, in order
+    first = sum(shard["rows"] for shard in shards[:window])
+    for row in range(first, first + shards[window]["rows"]) if window < len(shards) else ():
+        pack = dataset[row]
+        columns = (pack["doc_ids"], pack["doc_offsets"], np.diff(pack["cu_seqlens"]))
+        for document, offset, tokens in zip(*(column.tolist() for column in columns), strict=True):
+            if document in parts:
+                parts[document].append((offset, tokens, row))
+    return {document: sorted(found) for document, found in parts.items()}
+
+
+def neighbours(parts: list[tuple[int, int, int]], offset: int, whole: int | None) -> dict[str, int | None]:
+    """Return what stands before and after the segment at `offset` of a document, and how many tokens are in no pack.
+
+    Args:
+        parts: The document's segments, from `parts_of`.
+        offset: First token of the segment in question.
+        whole: Tokens of the whole document, None where nobody noted it.
+
+    Returns:
+        `previous_pack` and `next_pack`, or None; `lost_before` and `lost_after`, up to the neighbour or the end.
+    """
+    here = [part[0] for part in parts].index(offset)
+    before, after = parts[here - 1] if here else None, parts[here + 1] if here + 1 < len(parts) else None
+    end = after[0] if after else whole
+    return {
+        "previous_pack": before[2] if before else None,
+        "next_pack": after[2] if after else None,
+        "lost_before": offset - (before[0] + before[1] if before else 0),
+        "lost_after": end - offset - parts[here][1] if end is not None else 0,
+    }
+
+
+def _whole(sidecar: dict[str, Any], document: int) -> int | None:
+    return next((entry["tokens"] for entry in sidecar.get("longest", []) if entry["doc_id"] == document), None)
+
+
+def document_id(text: str) -> int:
+    """Parse a document's number, or window:record.
+
+    Raises:
+        PackError: It is neither.
+    """
+    window, colon, record = text.rpartition(":")
+    if not record.isdecimal() or (colon and not window.isdecimal()):
+        raise PackError(f"--doc {text}: is no document; expected its doc_id, or window:record such as 0:17.")
+    return (int(window) << WINDOW_SHIFT) + int(record) if colon else int(record)
+
+
+def rows_of_document(dataset: Dataset, document: int) -> list[int]:
+    """Return the packs that hold segments of a document, in the order of its tokens.
+
+    Raises:
+        PackError: No pack holds any of it.
+    """
+    parts = parts_of(dataset, document >> WINDOW_SHIFT, {document})[document]
+    if not parts:
+        name = f"{document >> WINDOW_SHIFT}:{document % 2**WINDOW_SHIFT}"
+        raise PackError(
+            f"--doc {name}: no pack holds any token of it; it was dropped or does not exist. "
+            f"See pack inspect {quote(str(dataset.path))}."
+        )
+    return list(dict.fromkeys(row for _, _, row in parts))
+
+
+def rows_with_text(dataset: Dataset, text: str, decoder: Decoder) -> Iterator[int]:
+    """Yield the packs with `text` inside one segment, in order."""
+    for row in range(len(dataset)):
+        pack = dataset[row]
+        bounds = pack["cu_seqlens"]
+        ids = pack["input_ids"]
+        if any(text in decoder.text(ids[a:b], ids[:0]) for a, b in pairwise(bounds)):
+            yield row
+
+
+def title(pack: Pack) -> str:
+    """Return one line about a pack."""
+    return (
+        f"pack {pack['row']}: {counted(pack['tokens'], 'token')}, {counted(len(pack['segments']), 'segment')}, "
+        f"{counted(pack['targets'], 'target')}, {percent(pack['fill'])} full, source {pack['source']}"
+    )
+
+
+def segment_title(segment: Pack, number: int) -> str:
+    """Return one line about a segment."""
+    cuts = []
+    for lost, neighbour, where in (("lost_before", "previous_pack", "before"), ("lost_after", "next_pack", "after")):
+        if segment[neighbour] is not None:
+            cuts.append(f"its document goes on {where} it in pack {segment[neighbour]}")
+        if segment[lost]:
+            cuts.append(f"{counted(segment[lost], 'token')} {where} it LOST")
+    first, last = segment["start"], segment["start"] + segment["tokens"] - 1
+    place = f"tokens {first:,} to {last:,} (positions 0 to {last - first:,}), {counted(segment['targets'], 'target')}"
+    return f"segment {number}: {place}, {'; '.join([segment['record'], *cuts])}"
+
+
+def pack_view(pack: Pack, *, colour: bool) -> Iterator[Text]:
+    """Yield the lines of a pack; where there is no colour, brackets stand around targets."""
+    yield Text(title(pack), style="bold")
+    for number, segment in enumerate(pack["segments"]):
+        yield Text(f"── {segment_title(segment, number)}", style="cyan")
+        line, inside = Text(), False
+        for run in segment["runs"]:
+            style = "bold magenta" if run["special"] else ("green" if run["trained"] else "dim")
+            if not colour and run["trained"] != inside:
+                line.append("⟦" if run["trained"] else "⟧")
+            inside = run["trained"]
+            text = run["text"].replace("\x1b", "␛")  # a terminal must not obey what a corpus says
+            line.append(text, style=style + (" underline" if run["special"] and run["trained"] else ""))
+        if not colour and inside:
+            line.append("⟧")
+        if segment["hidden_tokens"]:
+            line.append(f" … {counted(segment['hidden_tokens'], 'more token')}", style="dim italic")
+        yield line
+
+
+def legend(*, colour: bool) -> Text:
+    """Return what the marks mean."""
+    if not colour:
+        return Text("⟦ ⟧ targets, as the loss sees them; everything else is only read")
+    marks = {
+        "target": "green",
+        "only read": "dim",
+        "special": "bold magenta",
+        "special target": "bold magenta underline",
+    }
+    return Text("  ").join(Text(name, style=style) for name, style in marks.items())
+
+
+def show_packs(
+    path: str,
+    *,
+    row: int,
+    doc: str | None,
+    grep: str | None,
+    limit: int,
+    tokens: int | None,
+    as_json: bool,
+) -> Iterator[str]:
+    """Yield what `pack show` prints, styled where stdout is a terminal that wants it.
+
+    Raises:
+        PackError: No such pack, document or text.
+    """
+    dataset, console = Dataset(path), Console()
+    decoder = Decoder(dataset.path / "tokenizer")
+    rows = [row]
+    if doc is not None:
+        rows = rows_of_document(dataset, document_id(doc))
+    elif grep is not None:
+        rows = list(islice(rows_with_text(dataset, grep, decoder), limit))
+        if not rows:
+            raise PackError(f"--grep {grep!r}: no segment of {path} holds this text. Check spelling and white space.")
+    colour = console.color_system is not None and not console.no_color
+    for number in rows:
+        pack = describe(dataset, number, decoder, tokens=tokens)
+        if as_json:
+            yield json.dumps(pack)
+            continue
+        yield _printed(console, pack_view(pack, colour=colour))
+    if not as_json:
+        yield _printed(console, [legend(colour=colour)]).rstrip("\n")
+
+
+def _printed(console: Console, lines: Iterable[Text]) -> str:
+    with console.capture() as capture:
+        for line in lines:
+            console.print(line, soft_wrap=True)
+    return capture.get()

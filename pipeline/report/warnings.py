@@ -1,0 +1,113 @@
+"""What a person should know before paying for a GPU, in plain words, from the figures of a report.
+
+Each check reads the report and yields sentences: what is so, with the value, and what to do. Add one to `CHECKS`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pipeline.formatting import LOSSES, percent, reasons
+from shards.errors import counted
+
+Report = dict[str, Any]
+Check = Callable[[Report], Iterator[str]]
+MUCH = 0.10  # a share of tokens, targets or documents that nobody loses on purpose without knowing
+
+
+def findings(report: Report) -> list[str]:
+    """Return every warning about a dataset."""
+    return [sentence for check in CHECKS for sentence in check(report)]
+
+
+def emptiness(report: Report) -> Iterator[str]:
+    """Nothing to train on."""
+    if not report["packs"]:
+        yield "The dataset holds no pack. See what was dropped and why."
+    elif not report["targets"]["packed"]:
+        yield "No token is a target, so training would learn nothing. Check --train-on and the chat template."
+    elif report["targets"]["packed"] < 0.05 * report["tokens"]["packed"]:
+        share = report["targets"]["packed"] / report["tokens"]["packed"]
+        yield f"Only {percent(share)} of the tokens are targets; the rest is read but not learned from."
+
+
+def packing(report: Report) -> Iterator[str]:
+    """Packing without effect, or loose."""
+    if not report["packs"]:
+        return
+    mean, packer, rate = report["segments_per_pack"]["mean"], report["recipe"]["packer"], report["fill"]["rate"]
+    if packer == "bucketed":
+        yield "Packer bucketed puts one segment in a row, which training pads; other packers need no padding."
+    elif packer == "unpacked":
+        yield "Packer unpacked puts one segment in a row, which pack train refuses. Build with another --packer."
+    elif mean < 1.05 and rate > 0.5:  # emptier packs had nothing to share
+        yield (
+            f"Packing had little effect: {mean:.2f} segments a pack, since documents are about as long as seq_len. "
+            "A larger --seq-len would share packs and cut fewer documents."
+        )
+    elif rate < 0.95:
+        above = report["fill"]["above_min"]
+        advice = (
+            f"{percent(above)} more packs than the minimum; another packer would fill them better."
+            if above > 0.01
+            else "and with these lengths and windows no packer could do better; larger windows or another seq_len may."
+        )
+        yield f"Packs are only {percent(rate)} full, {advice} See pack plan."
+
+
+def losses(report: Report) -> Iterator[str]:
+    """Much lost, source by source."""
+    for source in report["sources"]:
+        for thing, lost in LOSSES:
+            sheet = source[thing]
+            share = sum(sheet[lost].values()) / sheet["read"] if sheet["read"] else 0.0
+            if share >= MUCH:
+                why = reasons(sheet[lost])
+                yield f"Source {source['name']!r}: {percent(share)} of its {thing} were lost ({why})."
+        rejected = source["documents"]["dropped"].get("rejected", 0)
+        if rejected:
+            yield f"Source {source['name']!r}: {counted(rejected, 'record')} could not be read; see rejected.jsonl."
+        cut = source["documents"]["split"] / source["documents"]["packed"] if source["documents"]["packed"] else 0.0
+        if cut >= MUCH:
+            yield (
+                f"Source {source['name']!r}: {percent(cut)} of its documents are split over several packs, and each "
+                "part is trained without what came before. A larger --seq-len would keep them whole."
+            )
+
+
+def model(report: Report) -> Iterator[str]:
+    """A model that the dataset does not fit."""
+    largest, vocabulary = report["recipe"]["tokenizer"]["max_id"], report["model"]["vocab_size"]
+    if vocabulary is not None and largest >= vocabulary:
+        yield (
+            f"The tokenizer's largest id is {largest:,}, the model's vocabulary ends at {vocabulary - 1:,}. "
+            "Use the model's own tokenizer, or enlarge its embedding."
+        )
+    longest, positions = report["lengths"]["segments"].get("max", 0), report["model"]["max_positions"]
+    if positions is not None and longest > positions:
+        yield (
+            f"The longest segment has {longest:,} tokens, the model takes {positions:,} positions. "
+            "Build with a smaller --seq-len."
+        )
+
+
+def repeats(report: Report) -> Iterator[str]:
+    """A mix that shows some source again and again, or never."""
+    mixed = {entry["source"] for entry in report["mix"]}
+    for source in report["sources"] if mixed else ():
+        if source["name"] not in mixed:
+            yield f"Source {source['name']!r} has no weight in --mix, so it would never be trained."
+    for entry in report["mix"]:
+        if entry["passes"] > 4.5:
+            yield (
+                f"Source {entry['source']!r} would be repeated {entry['passes']:.1f} times before every source "
+                "was seen once."
+            )
+
+
+def engines(report: Report) -> Iterator[str]:
+    """A fast tokenizer engine that was found to differ."""
+    if any(entry["guard"]["result"] == "differs" for entry in report["build"]["tokenizer"]):
+        yield "The fast tokenizer engine gave other ids than the reference; the windows were built with the reference."
+
+
+CHECKS: tuple[Check, ...] = (emptiness, packing, losses, model, repeats, engines)

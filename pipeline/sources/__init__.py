@@ -1,0 +1,1 @@
+"""From SOURCE arguments to records: discovery, windows, streams, parsing."""

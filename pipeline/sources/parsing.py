@@ -1,0 +1,179 @@
+"""What a record is: raw bytes or column values to text or objects, and a name for everything that is not one.
+
+`many` takes the fast road for a whole batch (one C call per record) and gives up with None; `one` then finds out which
+record is bad, and why.
+"""
+
+import json
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import orjson
+
+from pipeline.config import RecordOptions
+from pipeline.sources.streams import FAULT
+
+KINDS = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", bytes: "bytes, not UTF-8 text"}
+
+
+class BadRecord(Exception):
+    """A record that cannot be used; the message says why, without a place."""
+
+
+class Form(NamedTuple):
+    """How raw records become values."""
+
+    many: Callable[[list[Any]], list[Any] | None]
+    one: Callable[[Any], Any]
+
+
+@lru_cache(maxsize=64)
+def json_form(options: RecordOptions) -> Form:
+    """Return the form of JSON lines."""
+    if options.kind != "text":
+        return Form(_parse_objects, parse_object)
+    path = options.text_field
+
+    def many(lines: list[bytes]) -> list[Any] | None:
+        try:
+            values = [record[path] for record in map(orjson.loads, lines)]
+        except (orjson.JSONDecodeError, LookupError, TypeError):
+            return None
+        return values if set(map(type, values)) <= {str} else None
+
+    return Form(many, lambda line: text_of(parse_object(line), path))
+
+
+@lru_cache(maxsize=64)
+def text_form(options: RecordOptions) -> Form:
+    """Return the form of plain text: whole files as they stand, lines without their ends; a BOM is left out."""
+    whole = options.text_unit == "file"
+
+    def one(raw: bytes) -> Any:
+        try:
+            text = raw.decode("utf-8-sig" if whole else "utf-8")
+        except UnicodeDecodeError as error:
+            raise BadRecord(_not_utf8(raw, error)) from None
+        text = text if whole else text.removesuffix("\r")
+        return text if options.kind == "text" else {options.text_field: text}
+
+    return Form(lambda raws: None, one)
+
+
+@lru_cache(maxsize=64)
+def value_form(options: RecordOptions) -> Form:
+    """Return the form of column values: the text column's values, or whole rows."""
+    if options.kind != "text":
+        return Form(lambda rows: rows, lambda row: row)
+    head, _, rest = options.text_field.partition(".")
+
+    def many(values: list[Any]) -> list[Any] | None:
+        return values if set(map(type, values)) <= {str} else None
+
+    def one(value: Any) -> str:
+        return text_of({head: value}, options.text_field) if rest and isinstance(value, dict) else _text(value, head)
+
+    return Form(many, one)
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Parse one JSON line.
+
+    Raises:
+        BadRecord: It is not JSON in UTF-8, or not an object.
+    """
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        record = _parse_slowly(line)
+    if not isinstance(record, dict):
+        raise BadRecord(f"{name_of(record)}; expected a JSON object")
+    if len(record) == 1 and FAULT in record:
+        fault = record[FAULT]
+        raise BadRecord(str(fault[0] if isinstance(fault, list) and fault else fault))
+    return record
+
+
+def text_of(record: dict[str, Any], path: str) -> str:
+    """Return the text of a field; dots reach into nested objects where no field has the whole name.
+
+    Raises:
+        BadRecord: There is no such field, or it holds no text.
+    """
+    value: Any = record
+    if path in record:
+        return _text(record[path], path)
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            flags = usual_flags(record) or "--text-field"
+            raise BadRecord(f"no field {path!r}, {fields_of(record)}; expected the text there (see {flags})")
+        value = value[key]
+    return _text(value, path)
+
+
+def name_of(value: Any) -> str:
+    """Say what kind of JSON value this is."""
+    return KINDS.get(type(value)) or f"{'text' if isinstance(value, str) else 'a number'} ({value!r:.40})"
+
+
+def fields_of(names: Collection[str]) -> str:
+    """Say which fields a record has, after the one that it has not."""
+    return f"only {', '.join(map(repr, list(names)[:20]))}" if names else "and no other either"
+
+
+def usual_flags(names: Collection[str]) -> str:
+    """Return the flags that read records of these fields, where they have their usual names; empty otherwise."""
+    for name in ("messages", "conversations", "conversation"):
+        if name in names:
+            return f"--messages-field {name}"
+    return "--prompt-field prompt --completion-field completion" if {"prompt", "completion"} <= {*names} else ""
+
+
+def excerpt(raw: Any, limit: int) -> str:
+    """Return a raw record as printable text, at most `limit` characters from its beginning."""
+    if isinstance(raw, bytes):
+        return raw[: 4 * limit].decode("utf-8", "backslashreplace")[:limit]
+    return str(raw)[:limit]
+
+
+def _text(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecord(f"field {path!r} is {name_of(value)}; expected text")
+    return value
+
+
+def _parse_objects(lines: list[bytes]) -> list[Any] | None:
+    try:
+        records = list(map(orjson.loads, lines))
+    except orjson.JSONDecodeError:
+        return None
+    return records if all(type(record) is dict and FAULT not in record for record in records) else None
+
+
+def _parse_slowly(line: bytes) -> Any:
+    """Find out what is wrong with a line that the fast parser refused, or accept what Python's own accepts."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRecord(_not_utf8(line, error)) from None
+    try:
+        record = json.loads(text)
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as error:
+        if "\0" in text:
+            raise BadRecord(f"NUL byte at column {text.index(chr(0)) + 1}; expected JSON") from None
+        cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+        hint = ", the line seems cut off" if cut else ""
+        what = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}{hint}"  # some messages end in 'at'
+        raise BadRecord(f"not JSON ({what}); expected one object") from None
+    except UnicodeEncodeError as error:
+        surrogate = ord(error.object[error.start])
+        raise BadRecord(f"lone surrogate U+{surrogate:04X}; expected text that UTF-8 can hold") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        raise BadRecord(f"JSON that cannot be read ({error}); expected one object") from None
+    return record
+
+
+def _not_utf8(raw: bytes, error: UnicodeDecodeError) -> str:
+    return f"invalid UTF-8, byte 0x{raw[error.start]:02x} at column {error.start + 1}; expected UTF-8"

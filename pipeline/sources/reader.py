@@ -1,0 +1,361 @@
+"""Slices of a corpus to records, in batches of about 4 MiB, so that memory never holds a window as objects.
+
+Every fault has a name and a place: with `on_error="fail"` the first one stops the build, with "skip" it becomes a
+`Rejected` entry. Blank lines are no records; of duplicate keys the last wins; NaN and Infinity pass, as Python writes
+them. The hash covers the raw bytes of the lines and files read; for Parquet and Arrow, of which only some columns are
+read, the JSON form of the values. `parsing.py` says what a record is, this file where it lies.
+"""
+
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import xxhash
+
+from pipeline.sources.discovery import Slice, Source, SourceFile
+from pipeline.sources.files import changed, is_url, open_source, reaching
+from pipeline.sources.hub import arrow_batches, reading_as
+from pipeline.sources.parsing import BadRecord, Form, excerpt, fields_of, json_form, text_form, usual_flags, value_form
+from shards.errors import SourceError
+
+BATCH_BYTES = 4 << 20
+KEPT_CHARS, WINDOW_CHARS = 1 << 20, 16 << 20  # of one rejected record, and of all those of a window
+LINE_SEARCH_BYTES = 1 << 30  # where more would have to be read to count lines, a place is a byte offset
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A bad record that was skipped."""
+
+    index: int
+    "Index in the window's reading order."
+    where: str
+    "File and place inside it."
+    reason: str
+    raw: str
+    "The record as it stands in the file; cut off beyond KEPT_CHARS, or where a window has very many."
+
+    def __str__(self) -> str:
+        """Return place and fault, to stand inside a sentence."""
+        return f"{self.where}: {self.reason.removesuffix('.')}"
+
+
+class Span(NamedTuple):
+    """Which records of a window came from which slice."""
+
+    file: int
+    start: int
+    stop: int
+    first_index: int
+    num_records: int
+
+
+@dataclass(frozen=True)
+class RecordBatch:
+    """Some records of a window, in order."""
+
+    values: list[Any]
+    "Text (kind text) or the whole record as a dict (chat, instruction)."
+    indices: npt.NDArray[np.int64]
+    "Index of each value in the window's reading order; rejected records leave gaps. Shape (num_values,)."
+    raw_bytes: int
+    "Bytes of corpus behind this batch."
+    where: Callable[[int], str] = field(repr=False)
+    "where(index) -> file and place of a record of this batch: lines and records count from 1, rows from 0."
+    reject: Callable[[int, str], None] = field(repr=False)
+    "reject(index, reason): refuse one of the values after all, as a bad record of the reader."
+
+
+class _Chunk(NamedTuple):
+    """Records as they stand in a file."""
+
+    raws: list[Any]
+    size: int
+    form: Form
+    locate: Callable[[int], str]  # position in `raws` -> file and place
+
+
+class WindowReader:
+    """Reads one window; iterate once, then look at the totals.
+
+    Args:
+        source: The source that the slices belong to.
+        slices: What to read, in order.
+        on_error: fail (the first bad record raises) or skip.
+        payload: The raw JSONL bytes of the only slice, where the driver has read them.
+
+    Iterating raises `SourceError` for a file that cannot be read or that changed, and with "fail" for a bad record.
+    """
+
+    def __init__(
+        self, source: Source, slices: Sequence[Slice], *, on_error: str = "fail", payload: bytes | None = None
+    ) -> None:
+        self.source, self.on_error = source, on_error
+        self.num_records = 0
+        self.raw_bytes = 0
+        self.rejected: list[Rejected] = []
+        self.spans: list[Span] = []
+        self._slices, self._payload = slices, payload
+        self._kept_chars = 0
+        self.spent: Callable[[str, float], None] = lambda stage, seconds: None
+        "Told the seconds of parsing and hashing, which are part of iterating."
+        self._hash = xxhash.xxh3_128()
+        self._lines_to = (-1, 0, 0)  # file, byte offset, lines before it
+
+    @property
+    def input_xxh3(self) -> str:
+        """Hex xxh3_128 of what was read so far."""
+        return self._hash.hexdigest()
+
+    def __iter__(self) -> Iterator[RecordBatch]:
+        waiting: list[_Chunk] = []
+        size = 0
+        for piece in self._slices:
+            first = self.num_records
+            for chunk in self._chunks(self.source.files[piece.file], piece):
+                if waiting and waiting[0].form is not chunk.form:
+                    yield self._batch(waiting)
+                    waiting, size = [], 0
+                waiting.append(chunk)
+                size += chunk.size
+                self.num_records += len(chunk.raws)
+                if size >= BATCH_BYTES:
+                    yield self._batch(waiting)
+                    waiting, size = [], 0
+            self.spans.append(Span(*piece, first, self.num_records - first))
+        if waiting:
+            yield self._batch(waiting)
+
+    def _batch(self, chunks: list[_Chunk]) -> RecordBatch:
+        """Parse chunks of one form."""
+        starts = [0]
+        for chunk in chunks:
+            starts.append(starts[-1] + len(chunk.raws))
+        first = self.num_records - starts[-1]
+        raws = chunks[0].raws if len(chunks) == 1 else [raw for chunk in chunks for raw in chunk.raws]
+
+        def where(index: int) -> str:
+            number = bisect_right(starts, index - first) - 1
+            return chunks[number].locate(index - first - starts[number])
+
+        form = chunks[0].form
+        begin = time.perf_counter()
+        values, indices = form.many(raws), np.arange(first, self.num_records)
+        if values is None:
+            values, kept = [], []
+            for index, raw in enumerate(raws, first):
+                try:
+                    values.append(form.one(raw))
+                    kept.append(index)
+                except BadRecord as bad:
+                    self._refuse(index, where(index), str(bad), raw)
+            indices = np.array(kept, dtype=np.int64)
+        self.spent("parse", time.perf_counter() - begin)
+        size = sum(chunk.size for chunk in chunks)
+        self.raw_bytes += size
+
+        def reject(index: int, reason: str) -> None:
+            self._refuse(index, where(index), reason, raws[index - first])
+
+        return RecordBatch(values, indices, size, where, reject)
+
+    def _note(self, raw: bytes) -> None:
+        begin = time.perf_counter()
+        self._hash.update(raw)
+        self.spent("hash", time.perf_counter() - begin)
+
+    def _refuse(self, index: int, where: str, reason: str, raw: Any) -> None:
+        if self.on_error == "fail":
+            end = "" if reason.endswith(".") else ". Mend the record."
+            raise SourceError(f"{where}: {reason}{end} Or use --on-error skip.")
+        kept = excerpt(raw, max(200, min(KEPT_CHARS, WINDOW_CHARS - self._kept_chars)))
+        self._kept_chars += len(kept)
+        self.rejected.append(Rejected(index, where, reason, kept))
+
+    def _chunks(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
+        options = self.source.options
+        if self._payload is not None:
+            unit = "line" if file.format == "jsonl" else "record"
+            for data, before in _cut(self._payload):
+                yield self._lines(data, lambda: (unit, piece.start + before), file, json_form(options))  # noqa: B023
+            return
+        with reaching(file.location, file.name):
+            stamp = self._stamp(file)
+            if file.format in ("parquet", "arrow"):
+                yield from self._columns(file, piece)
+            elif file.format == "text" and options.text_unit == "file":
+                with open_source(file.location) as stream:
+                    data = stream.read()
+                self._note(data)
+                yield _Chunk([data], len(data), text_form(options), lambda _: file.name)
+            else:
+                yield from self._byte_range(file, piece)
+            if self._stamp(file) != stamp:
+                raise changed(file.name)
+
+    def _stamp(self, file: SourceFile) -> tuple[int, int] | None:
+        """Return what differs when a local file is written to."""
+        if is_url(file.location):
+            return None
+        stat = os.stat(file.location)
+        if stat.st_size != file.bytes:
+            raise changed(file.name)
+        return stat.st_size, stat.st_mtime_ns
+
+    def _byte_range(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
+        """Read the lines whose first byte lies in the slice."""
+        form = json_form(self.source.options) if file.format == "jsonl" else text_form(self.source.options)
+        with open_source(file.location) as stream:
+            at = max(piece.start - 1, 0)
+            stream.seek(at)
+            if piece.start:
+                at += len(stream.readline())  # the tail of a line that belongs to the slice before
+            while at < piece.stop:
+                asked = min(BATCH_BYTES, piece.stop - at)
+                data = stream.read(asked)
+                if len(data) < asked:
+                    raise changed(file.name)
+                if not data.endswith(b"\n"):
+                    data += stream.readline()
+                yield self._lines(data, self._counter(file, piece.file, at), file, form, starts_file=at == 0)
+                at += len(data)
+
+    def _lines(
+        self,
+        data: bytes,
+        begin: Callable[[], tuple[str, int]],
+        file: SourceFile,
+        form: Form,
+        *,
+        starts_file: bool = False,
+    ) -> _Chunk:
+        """Split whole lines; `begin` gives, when asked, the unit to count in and how many came before."""
+        self._note(data)
+        body = data.removeprefix(BOM) if starts_file else data
+        lines = [line for line in body.split(b"\n") if line and not line.isspace()]
+
+        def locate(position: int) -> str:
+            unit, before = begin()
+            seen, offset = -1, 0
+            for number, line in enumerate(data.split(b"\n")):
+                seen += bool(line.removeprefix(BOM if starts_file and number == 0 else b"").strip())
+                if seen == position:
+                    return f"{file.name}, {unit} {before + (offset if unit == 'byte' else number + 1)}"
+                offset += len(line) + 1
+            raise AssertionError("the record lies in another chunk")
+
+        return _Chunk(lines, len(data), form, locate)
+
+    def _counter(self, file: SourceFile, number: int, at: int) -> Callable[[], tuple[str, int]]:
+        """Return a function that counts the lines before byte `at`, if that is quick, going on from the last count."""
+
+        def count() -> tuple[str, int]:
+            known, offset, lines = self._lines_to
+            if known != number or offset > at:
+                offset = lines = 0
+            if at - offset > LINE_SEARCH_BYTES or is_url(file.location):
+                return "byte", at
+            with open_source(file.location) as stream:
+                stream.seek(offset)
+                while offset < at and (data := stream.read(min(BATCH_BYTES, at - offset))):
+                    offset, lines = offset + len(data), lines + data.count(b"\n")
+            self._lines_to = (number, offset, lines)
+            return "line", lines
+
+        return count
+
+    def _columns(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
+        """Read row groups or rows: the column of the text, or all columns."""
+        options = self.source.options
+        form = value_form(options)
+        with reading_as(file.format.capitalize(), file.name):
+            for batch, row, size in _tables(file, piece, options.text_field if options.kind == "text" else None):
+                raws = _values(batch.column(0)) if options.kind == "text" else batch.to_pylist()
+                self._note(_canonical(raws))
+                yield _Chunk(raws, size, form, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
+
+
+def _cut(payload: bytes) -> Iterator[tuple[bytes, int]]:
+    """Cut raw lines into pieces of about BATCH_BYTES: (bytes, lines before)."""
+    start = lines = 0
+    while start < len(payload):
+        end = payload.find(b"\n", start + BATCH_BYTES - 1) + 1 or len(payload)
+        data = payload[start:end]
+        yield data, lines
+        start, lines = end, lines + data.count(b"\n")
+
+
+def _tables(file: SourceFile, piece: Slice, text_field: str | None) -> Iterator[tuple[Any, int, int]]:
+    """Yield record batches of about BATCH_BYTES, the first row of each, and its share of the file's bytes."""
+    if file.format == "arrow":
+        total = max(sum(file.units), 1)
+        step = max(1, BATCH_BYTES * total // max(file.bytes or 1, 1))
+        row = 0
+        for batch in arrow_batches(file.location):
+            if row >= piece.stop:
+                break
+            for start in range(max(piece.start, row), min(piece.stop, row + batch.num_rows), step):
+                part = _select(batch.slice(start - row, min(step, piece.stop - start)), file.name, text_field)
+                part.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
+                yield part, start, (file.bytes or 0) * part.num_rows // total
+            row += batch.num_rows
+        return
+    import pyarrow.parquet as pq
+
+    with open_source(file.location) as stream:
+        table = pq.ParquetFile(stream)
+        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+        row = sum(group.num_rows for group in groups[: piece.start])
+        for number in range(piece.start, piece.stop):
+            group = groups[number]
+            step = max(1, min(1 << 16, BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
+            column = None if text_field is None else [_top(table.schema_arrow, file.name, text_field)]
+            for batch in table.iter_batches(step, row_groups=[number], columns=column):
+                weight = (file.bytes or 0) * batch.num_rows // max(table.metadata.num_rows, 1)
+                yield _select(batch, file.name, text_field), row, weight
+                row += batch.num_rows
+
+
+def _top(schema: Any, name: str, text_field: str) -> str:
+    """Return the top-level column that holds the text."""
+    for column in (text_field, text_field.split(".")[0]):
+        if column in schema.names:
+            return column
+    flags = usual_flags(schema.names) or "--text-field"
+    raise SourceError(
+        f"{name}: no column {text_field!r}, {fields_of(schema.names)}; expected the text there. See {flags}."
+    )
+
+
+def _select(batch: Any, name: str, text_field: str | None) -> Any:
+    return batch if text_field is None else batch.select([_top(batch.schema, name, text_field)])
+
+
+def _values(column: Any) -> list[Any]:
+    """Return a column as Python values; bytes where a string is not UTF-8, so that only that row is bad."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        import pyarrow as pa
+
+        values = []
+        for item in column:
+            try:
+                values.append(item.as_py())
+            except UnicodeDecodeError:
+                values.append(item.cast(pa.large_binary()).as_py())
+    return values
+
+
+def _canonical(values: list[Any]) -> bytes:
+    try:
+        return orjson.dumps(values, default=str, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # a number beyond 64 bits, or the like
+        return repr(values).encode("utf-8", "surrogatepass")

@@ -1,0 +1,263 @@
+"""Files that cannot be cut without reading them, cut while reading into JSONL parts of a fixed size.
+
+Compressed JSONL and stdin pass through as they are; JSON arrays, CSV and compressed text and tables are written again
+as one JSON object per line. A row that cannot be written so becomes `{FAULT: reason}`, which the reader rejects: the
+driver parses nothing it need not, and every fault is reported in one place.
+"""
+
+import codecs
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+import orjson
+
+from pipeline.sources.discovery import Slice, Source, SourceFile
+from pipeline.sources.files import open_source, reaching
+from pipeline.sources.hub import arrow_batches, ipc_batches, is_lines, reading_as, refuse_foreign
+from shards.errors import SourceError, counted
+
+FAULT = "shardpack: unreadable row"  # the only key of a line that stands for one: the reason, or [reason, row]
+CHUNK_BYTES = 1 << 20
+MAX_ELEMENT_CHARS = 1 << 28  # a JSON value that is not complete by then is taken for broken
+
+
+def stream_parts(source: Source, file: int, part_bytes: int) -> Iterator[tuple[Slice, bytes]]:
+    """Cut a streamed file into parts at line ends, each the shortest of at least `part_bytes` (the last: what is left).
+
+    Yields:
+        The lines of the file that the part holds (counted from 0), and its raw JSONL bytes.
+
+    Raises:
+        SourceError: The file cannot be read, decompressed or framed.
+    """
+    entry = source.files[file]
+    buffer, line, searched = bytearray(), 0, 0
+    for chunk in _chunks(entry, source):
+        buffer += chunk
+        while len(buffer) >= part_bytes:
+            end = buffer.find(b"\n", max(part_bytes - 1, searched)) + 1
+            if not end:
+                searched = len(buffer)
+                break
+            part = bytes(memoryview(buffer)[:end])
+            del buffer[:end]
+            count, searched = part.count(b"\n"), 0
+            yield Slice(file, line, line + count), part
+            line += count
+    if buffer:
+        yield Slice(file, line, line + buffer.count(b"\n") + (not buffer.endswith(b"\n"))), bytes(buffer)
+
+
+def _chunks(file: SourceFile, source: Source) -> Iterator[bytes]:
+    """Yield JSONL bytes in pieces of any size."""
+    with reaching(file.location, file.name):
+        if file.format == "arrow" and file.compression is None:
+            with reading_as("Arrow", file.name):
+                yield from _join(_rows(arrow_batches(file.location)))
+        elif file.compression is None:
+            with _opened(file) as stream:
+                yield from _framed(file, source, stream)
+        else:
+            with reading_as(file.compression, file.name), _opened(file) as stream:
+                yield from _framed(file, source, stream)
+
+
+def _opened(file: SourceFile) -> Any:
+    """Open and decompress."""
+    import pyarrow as pa
+
+    stream = sys.stdin.buffer if file.location == "-" else open_source(file.location)
+    if file.compression is None:
+        return stream
+    # Unlike the zstandard package, this notices a stream that ends too early.
+    return pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), file.compression)
+
+
+def _framed(file: SourceFile, source: Source, stream: IO[bytes]) -> Iterator[bytes]:
+    head = stream.read(CHUNK_BYTES)
+    refuse_foreign(head, file.name)
+    head = head.removeprefix(b"\xef\xbb\xbf")
+    chunks = _rest(head, stream)
+    if file.format in ("parquet", "arrow"):
+        yield from _join(_table_rows(file.format, head + stream.read()))  # these must be held to be read
+    elif file.format == "jsonl" or (file.format == "json" and is_lines(head)):
+        yield from chunks
+    elif file.format == "json":
+        yield from _join(_json_values(file.name, chunks))
+    elif file.format in ("csv", "tsv"):
+        yield from _join(_csv_rows(file, chunks))
+    else:
+        yield from _join(_texts(source, chunks))
+
+
+def _rest(head: bytes, stream: IO[bytes]) -> Iterator[bytes]:
+    while head:
+        yield head
+        head = stream.read(CHUNK_BYTES)
+
+
+def _join(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Gather lines without their ends into chunks."""
+    waiting: list[bytes] = []
+    size = 0
+    for line in lines:
+        waiting.append(line)
+        size += len(line) + 1
+        if size >= CHUNK_BYTES:
+            yield b"\n".join([*waiting, b""])
+            waiting, size = [], 0
+    if waiting:
+        yield b"\n".join([*waiting, b""])
+
+
+def _dump(record: Any) -> bytes:
+    try:
+        return orjson.dumps(record, default=str)
+    except TypeError as error:  # text that is not UTF-8, or a key that is not text
+        return orjson.dumps({FAULT: f"cannot be written as JSON ({error})"})
+
+
+def _table_rows(kind: str, content: bytes) -> Iterator[bytes]:
+    """Turn a table that is not a plain file here into one line per row."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source = pa.BufferReader(content)
+    batches = pq.ParquetFile(source).iter_batches(1024) if kind == "parquet" else ipc_batches(source)
+    return _rows(batches)
+
+
+def _rows(batches: Iterable[Any]) -> Iterator[bytes]:
+    for batch in batches:
+        batch.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
+        yield from map(_dump, batch.to_pylist())
+
+
+def _texts(source: Source, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Turn a text file into records of the text field."""
+    whole = source.options.text_unit == "file"
+    for unit in (b"".join(chunks),) if whole else _lines(chunks):
+        try:
+            text = unit.decode("utf-8")
+        except UnicodeDecodeError as error:
+            yield orjson.dumps({FAULT: f"invalid UTF-8: byte 0x{unit[error.start]:02x} at byte {error.start}"})
+            continue
+        if whole or text.strip():
+            yield orjson.dumps({source.options.text_field: text if whole else text.removesuffix("\r")})
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    left = b""
+    for chunk in chunks:
+        *lines, left = (left + chunk).split(b"\n")
+        yield from lines
+    yield left
+
+
+def _csv_rows(file: SourceFile, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Turn rows into objects of text by the header; a row of another width is a fault."""
+    csv.field_size_limit(1 << 30)
+    text = io.TextIOWrapper(io.BufferedReader(_Reader(chunks)), encoding="utf-8", errors="surrogateescape", newline="")
+    rows = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",", strict=True)
+    try:
+        header = next(rows, [])
+        if twice := next((name for name in header if name and header.count(name) > 1), None):
+            raise SourceError(f"{file.name}: has two columns {twice!r}; expected one of a name. Rename one.")
+        for row in rows:
+            if len(row) == len(header):
+                yield _dump(dict(zip(header, row, strict=True)))
+            elif row:
+                yield _dump({FAULT: [f"{counted(len(row), 'field')} where the header has {len(header):,}", row]})
+    except csv.Error as error:
+        kind = file.format.upper()
+        raise SourceError(f"{file.name}, line {rows.line_num}: not {kind} ({error}). Mend the file.") from None
+
+
+class _Reader(io.RawIOBase):
+    """Chunks of bytes as a file that TextIOWrapper reads."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = iter(chunks)
+        self._left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._left:
+            self._left = next(self._chunks, b"")
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+
+def _json_values(name: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield each element of a top-level array, or each of several objects, on one line.
+
+    The text is passed on, not what it parses to: the reader sees duplicate keys, wrong escapes and odd numbers itself.
+    """
+    text = _Text(chunks)
+    is_array = text.peek() == "["
+    text.at += is_array
+    number = 0
+    while (mark := text.peek()) and not (is_array and mark == "]"):
+        if mark == "," and number:
+            text.at += 1
+            continue
+        value = text.value()
+        if value is None:
+            raise SourceError(f"{name}, record {number}: broken or cut off; expected a JSON value. Mend the file.")
+        yield value.replace("\n", " ").replace("\r", " ").encode("utf-8", "surrogateescape")  # no JSON inside strings
+        number += 1
+    text.at += is_array
+    if is_array and (not mark or text.peek()):
+        what = "text follows the end of the array" if mark else "the array does not end"
+        raise SourceError(f"{name}: {what}; expected one JSON array. Fetch the file again.")
+
+
+class _Text:
+    """The text of a JSON file, held only around the value being read."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._more = filter(None, map(decoder.decode, chunks))
+        self._scan = json.JSONDecoder().raw_decode
+        self.buffer, self.at = "", 0
+
+    def peek(self) -> str:
+        """Skip white space and return the next character; nothing at the end."""
+        while True:
+            while self.at < len(self.buffer):
+                if self.buffer[self.at] not in " \t\r\n":
+                    return self.buffer[self.at]
+                self.at += 1
+            self.buffer, self.at = next(self._more, ""), 0
+            if not self.buffer:
+                return ""
+
+    def value(self) -> str | None:
+        """Return the text of the next value; None where it is cut off or broken."""
+        grow, end = CHUNK_BYTES, self._end()
+        while end is None or end == len(self.buffer):  # cut off, or a number that may go on
+            more = ""
+            while len(more) < grow and (chunk := next(self._more, "")):
+                more += chunk
+            if not more or len(self.buffer) - self.at > MAX_ELEMENT_CHARS:
+                break
+            self.buffer, self.at, grow = self.buffer[self.at :] + more, 0, grow * 2
+            end = self._end()
+        if end is None:
+            return None
+        start, self.at = self.at, end
+        return self.buffer[start:end]
+
+    def _end(self) -> int | None:
+        try:
+            end: int = self._scan(self.buffer, self.at)[1]
+        except (json.JSONDecodeError, RecursionError):
+            return None
+        return end

@@ -1,0 +1,79 @@
+"""Training runs read back from their metrics."""
+
+import json
+
+import pytest
+
+from pipeline.report.html import render
+from pipeline.report.runs import MAX_POINTS, curve, read_run, runs_page, summary
+from shards import PackError
+
+
+def write_run(directory, lines, tail=""):
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    return str(directory)
+
+
+LINES = [
+    {"step": n, "loss": 8.0 - n, "tokens_per_s": 100.0 * n, "mfu": 0.1 * n, "data_wait": 0.01, "memory_gib": 2.0 + n}
+    for n in (1, 2, 3)
+]
+
+
+def test_the_summary_has_last_losses_and_medians(tmp_path):
+    run = read_run(write_run(tmp_path / "run", [*LINES, {"step": 3, "eval_loss": 5.5}, {"step": 2, "eval_loss": 5.25}]))
+    assert summary(run) == {
+        "path": str(tmp_path / "run"),
+        "steps": 3,
+        "first_loss": 7.0,
+        "last_loss": 5.0,
+        "lowest_eval_loss": 5.25,
+        "tokens_per_s": 200.0,
+        "mfu": pytest.approx(0.2),
+        "data_wait": 0.01,
+        "memory_gib": 5.0,
+    }
+
+
+def test_a_half_written_last_line_is_left_out(tmp_path):
+    assert len(read_run(write_run(tmp_path / "run", LINES, tail='{"step": 4, "lo')).lines) == 3
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = write_run(tmp_path / "run", LINES, tail="{oops\n{}\n")
+    with pytest.raises(PackError, match=r"metrics.jsonl, line 4: is not JSON"):
+        read_run(path)
+
+
+def test_a_line_without_a_step_is_named(tmp_path):
+    with pytest.raises(PackError, match=r"line 1: has no step"):
+        read_run(write_run(tmp_path / "run", [{"loss": 1.0}]))
+
+
+def test_a_run_that_has_not_logged_yet_is_refused(tmp_path):
+    with pytest.raises(PackError, match="holds no figures yet"):
+        read_run(write_run(tmp_path / "run", []))
+
+
+def test_long_runs_are_thinned_and_keep_their_last_point(tmp_path):
+    run = read_run(write_run(tmp_path / "run", [{"step": n, "loss": 1 / n} for n in range(1, 5002)]))
+    steps, losses = curve(run, "loss")
+    assert len(steps) <= MAX_POINTS
+    assert steps[-1] == 5001
+    assert losses == [1 / step for step in steps]
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path):
+    run = read_run(write_run(tmp_path / "run", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1e400}], tail=""))
+    assert curve(run, "loss") == ([1], [2.0])
+
+
+def test_a_page_draws_only_what_the_runs_have(tmp_path):
+    first = read_run(write_run(tmp_path / "first", LINES))
+    second = read_run(write_run(tmp_path / "second", [{"step": 1, "loss": 3.0}]))
+    page = runs_page([first, second])
+    captions = [plot.title for plot in page.sections[0].plots]
+    assert captions[0] == "Training loss"
+    assert "Learning rate" not in captions
+    assert str(tmp_path / "second") in render(page)

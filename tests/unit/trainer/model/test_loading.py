@@ -1,0 +1,381 @@
+"""Which models are accepted, which are refused and in what words, and what loading says about them."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shards.errors import ModelError
+from trainer.model import isolation as guard
+from trainer.model.attention import ATTENTION_BACKENDS, Backend
+from trainer.model.loading import check_model, check_segments, check_vocabulary, load_config, load_model
+from trainer.model.loss import PackedLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+MAMBA = {
+    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48, "mamba_n_heads": 4,
+    "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+}  # fmt: skip
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Write:
+    """Write a configuration and return its path."""
+
+    def write(model_type: str, **fields: Any) -> str:
+        path = tmp_path / f"{model_type}.json"
+        path.write_text(json.dumps({"model_type": model_type, **(GPT2 if model_type == "gpt2" else SIZES), **fields}))
+        return str(path)
+
+    return write
+
+
+ACCEPTED: list[tuple[str, dict[str, Any], int, bool]] = [  # model type, fields, attention calls, plain head
+    ("llama", {}, 2, True),
+    ("gpt2", {}, 2, True),
+    ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, 2, True),
+    ("qwen2", {}, 2, True),
+    ("qwen3", {"head_dim": 16}, 2, True),
+    ("qwen3_moe", {**EXPERTS, "head_dim": 16}, 2, True),
+    ("mixtral", {**EXPERTS, "sliding_window": 16}, 2, True),
+    ("mistral", {"sliding_window": 16}, 2, True),
+    ("phi3", {"sliding_window": 16}, 2, True),
+    ("phimoe", {**EXPERTS, "sliding_window": None}, 2, True),
+    (
+        "gemma3_text",
+        {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
+        2,
+        True,
+    ),
+    ("diffllama", {}, 4, True),
+    ("deepseek_v3", LATENT, 2, True),
+    ("granitemoehybrid", {**MAMBA, "layer_types": ["attention", "attention"]}, 2, True),
+    ("granite", {"logits_scaling": 4.0}, 2, False),
+    ("cohere", {"logit_scale": 0.25}, 2, False),
+    ("nanochat", {"final_logit_softcapping": 15.0}, 2, False),
+]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mamba", {}, "carries recurrent state"),
+    ("qwen3_next", {}, "carries recurrent state"),
+    ("lfm2", {}, "carries a convolution"),
+    ("qwen3_5_text", {"num_hidden_layers": 4}, "has layers of type linear_attention"),
+    ("granitemoehybrid", {**MAMBA, "layer_types": ["mamba", "attention"]}, "has layers of type"),
+    ("llama4_text", {"num_hidden_layers": 4}, "has layers of type chunked_attention"),
+    ("gemma2", {"head_dim": 8}, "caps attention scores at 50.0"),
+    ("gpt_oss", {}, "gives every head an attention sink"),
+    ("bloom", {}, "builds a dense mask of its own"),
+    ("falcon", {}, "builds a dense mask of its own"),
+    ("stablelm", {}, "does not hand keyword arguments through"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "fields", "calls", "plain"), ACCEPTED, ids=[each[0] for each in ACCEPTED])
+def test_models_that_are_safe_are_accepted(
+    model_type: str, fields: dict[str, Any], calls: int, plain: bool, config: Write
+) -> None:
+    report = check_model(config(model_type, **fields))
+    assert report.reason is None
+    assert (report.attention_calls, report.plain_head) == (calls, plain)
+    assert report.leak < 1e-6
+    assert report.parity < 1e-4
+    assert "safe to pack" in report.text()
+
+
+@pytest.mark.parametrize(("model_type", "fields", "reason"), REFUSED, ids=[each[0] for each in REFUSED])
+def test_models_that_are_not_safe_are_refused_by_name(
+    model_type: str, fields: dict[str, Any], reason: str, config: Write
+) -> None:
+    path = config(model_type, **fields)
+    assert f"({model_type}): refused, it {reason}" in check_model(path).text()
+    with pytest.raises(ModelError, match=rf"\({model_type}\): the model {reason}.* Use another model, or if it is"):
+        load_model(path)
+
+
+def test_an_encoder_decoder_is_not_sent_to_another_dataset(config: Write) -> None:
+    path = config("t5")
+    with pytest.raises(ModelError, match=r"\(t5\): the model is an encoder-decoder.* Use another model$"):
+        load_model(path)
+
+
+def test_a_window_that_lives_in_the_mask_only_is_found_out(config: Write) -> None:
+    report = check_model(config("phimoe", **EXPERTS, sliding_window=16))
+    assert "computes something else packed than alone" in str(report.reason)
+
+
+def test_an_unlisted_model_that_never_calls_packed_attention_is_found_out(config: Write) -> None:
+    report = check_model(config("gpt_neox_japanese", intermediate_multiple_size=1, attention_dropout=0.0))
+    assert report.reason == "calls packed attention from 0 modules, not from each of its 2 layers alike"
+
+
+def test_an_unlisted_model_that_drops_keyword_arguments_is_found_out(
+    config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(guard._REFUSED, "stablelm")
+    assert "cu_seq_lens_q and max_length_q did not arrive" in str(check_model(config("stablelm")).reason)
+
+
+def test_attention_that_is_blind_to_boundaries_is_found_out(config: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ATTENTION_BACKENDS["cpu"]
+
+    def blind(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, window: int | None, scale: float) -> Tensor:
+        # isolates the probe's control row (one boundary pair) and leaks everywhere else
+        merged = cu if len(cu) == 2 else torch.stack([cu[0], cu[1] - 1, cu[-1]])
+        return right(q, k, v, merged, longest, window, scale)
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "cpu", Backend(blind, lambda needs: None))
+    assert "lets a document see the one before it" in str(check_model(config("llama")).reason)
+
+
+def test_attention_without_effect_proves_nothing(config: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ATTENTION_BACKENDS, "cpu", Backend(lambda q, k, v, *rest: q * 0, lambda needs: None))
+    assert "isolation cannot be proven" in str(check_model(config("llama")).reason)
+
+
+def test_inspection_leaves_the_model_as_it_was(config: Write) -> None:
+    torch.manual_seed(0)
+    model = load_model(config("mistral", sliding_window=16)).model
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    guard.inspect_model(model, "again")
+    assert not model.training
+    assert model.config.sliding_window == 16
+    assert model.config._attn_implementation == "packrow"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_fails_without_a_word_is_refused_by_the_kind_of_its_failure(
+    config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(config(model_type="llama")).model
+
+    def fails(*arguments: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(guard, "_measure", fails)
+    reason = guard.inspect_model(model, "silent").reason
+    assert reason == "does not run on packed rows (NotImplementedError: NotImplementedError)"
+
+
+def test_checking_disturbs_no_random_state(config: Write) -> None:
+    path = config("llama")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    check_model(path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_attention_dropout_is_set_to_zero_and_said(config: Write) -> None:
+    loaded = load_model(config("gpt2", attn_pdrop=0.2, resid_pdrop=0.3))
+    assert "attention dropout 0.2 (attn_pdrop) is set to 0: variable-length kernels have none" in loaded.notes
+    assert (loaded.model.config.attn_pdrop, loaded.model.config.resid_pdrop) == (0.0, 0.3)
+    assert loaded.model.training
+
+
+def test_the_choice_of_attention_is_among_the_notes(config: Write) -> None:
+    loaded = load_model(config("llama"), compute_dtype=torch.bfloat16)
+    assert loaded.backend == "cpu"
+    assert "attention torch: passed over, runs on CUDA devices only, the model is on cpu" in loaded.notes
+    with pytest.raises(ModelError, match="--attention flash-attn: passed over"):
+        load_model(config("llama"), attention="flash-attn")
+
+
+def test_ligers_layers_need_a_gpu(config: Write) -> None:
+    assert any("liger kernels: passed over" in note for note in load_model(config("llama")).notes)
+    with pytest.raises(ModelError, match="--liger on: liger kernels run on CUDA devices only"):
+        load_model(config("llama"), liger="on")
+
+
+@pytest.mark.parametrize("name", ["./absent", "../absent", "runs/first/absent", "~/absent", "absent/config.json"])
+def test_a_path_that_leads_nowhere_is_not_looked_up_on_the_hub(name: str) -> None:
+    with pytest.raises(ModelError, match=f"^{name}: no such file or directory. Check the path"):
+        load_config(name)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_without_its_clients_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, lines = logging.getLogger("huggingface_hub.utils._http"), []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lines.append)
+
+    def unreachable(*_: object, **__: object) -> None:
+        client.warning("Retrying in 1s [Retry 1/5].")
+        raise huggingface_hub.errors.OfflineModeIsEnabled("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.file_download, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    client.addHandler(handler)
+    try:
+        with pytest.raises(ModelError) as caught:
+            load_config("nonexistent/foo")
+        assert lines == []
+        client.warning("said outside")
+        assert len(lines) == 1
+    finally:
+        client.removeHandler(handler)
+    assert str(caught.value) == (
+        "nonexistent/foo: no such directory, and the hub cannot be reached. Check the path, or the network"
+    )
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mamba"])
+def test_a_refused_model_still_trains_on_rectangles(model_type: str, config: Write) -> None:
+    torch.manual_seed(0)
+    loaded = load_model(config(model_type, state_size=4), packed=False)
+    assert loaded.backend is None
+    assert "rows hold one document each and run on native attention" in loaded.notes[0]
+    packed = PackedLM(loaded.model, backend=None, plain_head=loaded.report.plain_head)
+    lengths = [5, 9]
+    ids, labels = torch.zeros(2, 9, dtype=torch.int64), torch.full((2, 9), -100)
+    generator = torch.Generator().manual_seed(0)
+    alone = torch.zeros(())
+    for row, length in enumerate(lengths):
+        ids[row, :length] = torch.randint(3, 97, (length,), generator=generator)
+        labels[row, : length - 1] = ids[row, 1:length]
+        logits = loaded.model(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0, :-1]
+        alone += nn.functional.cross_entropy(logits, ids[row, 1:length], reduction="sum")
+    rectangle = {"input_ids": ids, "shift_labels": labels, "cu_seqlens": torch.tensor([0, 9, 18], dtype=torch.int32)}
+    torch.testing.assert_close(packed(rectangle), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_with_missing_weights_is_refused(config: Write, tmp_path: Path) -> None:
+    model = load_model(config("llama", tie_word_embeddings=False)).model
+    state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "part", state_dict=state)
+    assert load_model(str(tmp_path / "whole")).report.accepted
+    with pytest.raises(ModelError, match=r"1 weights are not in the checkpoint.*first lm_head\.weight"):
+        load_model(str(tmp_path / "part"))
+
+
+def test_a_directory_without_weights_is_sent_to_its_configuration(config: Write, tmp_path: Path) -> None:
+    directory = tmp_path / "bare"
+    directory.mkdir()
+    (directory / "config.json").write_bytes(Path(config("llama")).read_bytes())
+    with pytest.raises(ModelError) as caught:
+        load_model(str(directory))
+    assert str(caught.value) == (
+        f"{directory}: holds no weights; expected model.safetensors. "
+        f"Use a complete model, or {directory}/config.json to start from random weights"
+    )
+    assert load_model(f"{directory}/config.json").report.accepted
+    (directory / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelError, match=r"cannot load a causal model: .*Check the name, and its files"):
+        load_model(str(directory))
+
+
+def test_a_saved_model_loads_with_its_own_weights(config: Write, tmp_path: Path) -> None:
+    model = load_model(config("qwen3", head_dim=16)).model
+    model.save_pretrained(tmp_path / "model")
+    loaded = load_model(str(tmp_path / "model")).model
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+    assert "packrow" not in (tmp_path / "model" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "no model_type"),
+        ("[1]", "no model_type"),
+        ("{", "cannot read a model configuration"),
+        ('{"model_type": "never-heard-of"}', "cannot read a model configuration"),
+    ],
+)
+def test_a_broken_configuration_is_one_line(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(content)
+    with pytest.raises(ModelError, match=message) as error:
+        load_config(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_without_a_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot read a model configuration") as error:
+        load_model(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_learned_positions_limit_the_longest_segment(config: Write) -> None:
+    learned, rotary = check_model(config("gpt2")), check_model(config("llama"))
+    assert check_segments(learned, 64) == []
+    with pytest.raises(ModelError, match=r"65 tokens, the model takes 64 \(its learned position table.*--seq-len 64"):
+        check_segments(learned, 65)
+    assert check_segments(rotary, 65) == ["the longest segment has 65 tokens; the model was made for 64"]
+
+
+def test_a_model_of_8_positions_takes_rows_of_more_tokens_since_positions_restart(config: Write) -> None:
+    loaded = load_model(config("gpt2", n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0))
+    ids = torch.arange(3, 12)[None]
+    kwargs = {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]), **guard.packed_kwargs([5, 4], ids.device)}
+    packed = loaded.model(input_ids=ids, **kwargs).logits[0]
+    loaded.model.set_attn_implementation("eager")
+    alone = [loaded.model(input_ids=part, use_cache=False).logits[0] for part in (ids[:, :5], ids[:, 5:])]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_rotary_frequencies_that_follow_the_longest_document_limit_segments(config: Write) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+    fields = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    report = check_model(config("phi3", rope_parameters=rope, **fields))
+    assert report.accepted
+    with pytest.raises(ModelError, match="rotary frequencies for every document depend on the longest one"):
+        check_segments(report, 65)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_and_nothing_is_resized(config: Write) -> None:
+    loaded = load_model(config("llama"))
+    check_vocabulary(loaded.report, 96)
+    with pytest.raises(ModelError, match="token id 97 in the dataset, but only 97 embeddings in the model"):
+        check_vocabulary(loaded.report, 97)
+    assert loaded.model.get_input_embeddings().weight.shape[0] == 97
+
+
+def test_a_model_that_sees_later_tokens_is_refused_for_rectangles_too(config: Write) -> None:
+    path = config("bert")
+    with pytest.raises(ModelError, match=r"its tokens see later ones. Use a causal language model"):
+        load_model(path, packed=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "nonsense"}, r"Unrecognized model identifier: nonsense. Check the name$"),
+        ({"model_type": "llama", "hidden_size": 60, "num_attention_heads": 7}, "size .60. is not a multiple"),
+        ({"model_type": "llama", "num_hidden_layers": "two"}, "'num_hidden_layers' expected int, got str"),
+    ],
+)
+def test_a_configuration_that_is_not_sound_is_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=message) as caught:
+        load_config(str(tmp_path / "model.json"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file or directory"):
+        load_config(str(tmp_path / "nothing"))
+
+
+def test_the_positions_of_a_model_on_native_attention_are_known(config: Write) -> None:
+    path = config("gpt_neo", attention_types=[[["global"], 2]], num_layers=2, num_heads=4, attention_dropout=0.0)
+    report = load_model(path, packed=False).report
+    with pytest.raises(ModelError, match="the longest segment has 65 tokens, the model takes 64"):
+        check_segments(report, 65)

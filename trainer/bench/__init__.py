@@ -1,0 +1,1 @@
+"""Ways of feeding a model, timed side by side."""

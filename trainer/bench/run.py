@@ -1,0 +1,209 @@
+"""`pack bench`: the same documents, fed to the same model in every way there is, side by side on this machine.
+
+Documents come from a dataset, or are read from a corpus until there are enough; nothing is written. The random choice
+of packs, the steps and the first weights are the same for all strategies. What makes a strategy is in `strategies`, the
+clock in `measuring`; here is what is asked, what comes out, and how it is shown.
+"""
+
+import math
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.config import RecordOptions
+from pipeline.documents.encoder import Encoder
+from pipeline.estimate.sampling import pack_rows, sample_documents
+from pipeline.sources.discovery import resolve_specs
+from shards import Dataset, PackError
+from trainer.batch import Pack
+from trainer.bench.compare import COMPUTED, contest
+from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, check_names, split
+from trainer.bench.view import show as show
+from trainer.bench.view import write_page as write_page
+from trainer.demo import prepare, write_model_config
+from trainer.model.loading import check_segments, check_vocabulary, load_model
+
+VERSION = 1
+STEP_BATCHES = 3  # padded batches in a step
+POOL, POOL_PACKS = 4, 256  # times the documents that are used, and packs, that are chosen from
+WIKITEXT = "hf:Salesforce/wikitext/wikitext-2-raw-v1"
+PRESETS: dict[str, dict[str, Any]] = {
+    "distilgpt2-wikitext2": {"data": WIKITEXT, "model": "distilbert/distilgpt2", "seq_len": 512, "batch": 8},
+}
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """One `pack bench`."""
+
+    data: str | None = None
+    "Dataset directory, or a SOURCE of text; None for the demo's corpus."
+    model: str | None = None
+    "Model name, directory or config JSON; None for the demo's model."
+    tokenizer: str | None = None
+    "Tokenizer of a SOURCE; None for the model's."
+    text_field: str = "text"
+    "Field of a SOURCE with the text."
+    seq_len: int | None = None
+    "Capacity of a pack, in tokens, for a SOURCE; None for 1024. A dataset has its own."
+    batch: int = 16
+    "Documents in a padded micro-batch."
+    tokens_per_batch: int | None = None
+    "Most tokens of any other micro-batch; None for as many as `batch` documents have on average."
+    steps: int = 10
+    "Optimizer steps, each of as many packs as fill one micro-batch."
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    "Keys of STRATEGIES."
+    dtype: str | None = None
+    "bf16 (autocast, fp32 weights) or fp32; None for bf16 on a GPU, fp32 elsewhere."
+    device: str | None = None
+    "cuda, mps or cpu; None for the best there is."
+    seed: int = 0
+    "Seed of the choice of packs, their order and random weights."
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "steps", "tokens_per_batch", "seq_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PackError(f"--{name.replace('_', '-')}: {value}; expected at least 1.")
+        if self.dtype not in (None, *COMPUTED):
+            raise PackError(f"--dtype: {self.dtype!r}; expected one of {', '.join(COMPUTED)}.")
+        check_names(self.strategies)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What strategies are fed."""
+
+    segments: list[Pack]
+    "Documents, or parts of at most `seq_len` tokens, each a row of its own, in random order."
+    seq_len: int
+    max_token_id: int
+    name: str
+
+
+def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: None) -> Result:
+    """Run every strategy.
+
+    Args:
+        config: What is asked.
+        tell: Takes a line of progress.
+
+    Returns:
+        What `contest` returns, with the names of data and model.
+
+    Raises:
+        PackError: Data, model and settings do not fit.
+    """
+    device = _device(config.device)
+    dtype = config.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    with tempfile.TemporaryDirectory(prefix="shardpack-bench-") as folder:
+        corpus = _corpus(config, Path(folder), tell)
+        model = config.model or _default_model(Path(folder), corpus)
+        torch.manual_seed(config.seed)
+        loaded = load_model(model, compute_dtype=COMPUTED[dtype], device=device, packed=False)
+    sizes = _sizes(config, corpus)
+    check_segments(loaded.report, sizes.longest)
+    check_vocabulary(loaded.report, corpus.max_token_id)
+    result = contest(config.strategies, loaded, _steps(config, corpus, sizes), sizes, dtype, tell)
+    return {"version": VERSION, "data": corpus.name, "model": config.model or "demo", "seed": config.seed} | result
+
+
+def _device(name: str | None) -> torch.device:
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    found = [kind for kind, here in there.items() if here]
+    if name is not None and name.partition(":")[0] not in found:
+        raise PackError(
+            f"--device {name}: this torch sees no such device; it sees {', '.join(found)}. Choose one of these."
+        )
+    return torch.device(name or found[0])
+
+
+def _default_model(folder: Path, corpus: Corpus) -> str:
+    write_model_config(folder / "model.json", corpus.max_token_id + 1, corpus.seq_len)
+    return str(folder / "model.json")
+
+
+def _corpus(config: BenchConfig, folder: Path, tell: Callable[[str], None]) -> Corpus:
+    if config.data and any((Path(config.data) / name).exists() for name in ("manifest.json", "plan.json")):
+        if config.seq_len:
+            raise PackError(f"--seq-len: {config.data} is a dataset and has its own. Leave the flag out.")
+        return of_dataset(Dataset(config.data), config)
+    if config.data:
+        if not config.data.startswith("hf:"):  # nothing is fetched before it is known that a tokenizer is there
+            resolve_specs((config.data,), RecordOptions(text_field=config.text_field))
+        tokenizer = config.tokenizer or config.model
+        if tokenizer is None or (config.tokenizer is None and tokenizer.endswith(".json")):
+            raise PackError(
+                f"{config.data}: is no dataset, so its text needs a tokenizer. Add --tokenizer NAME_OR_DIR."
+            )
+        return of_source((config.data,), tokenizer, config)
+    tell("making the demo's corpus and tokenizer …")
+    files, made = prepare(folder)
+    return of_source(tuple(map(str, files)), str(made), config)
+
+
+def of_dataset(dataset: Dataset, config: BenchConfig) -> Corpus:
+    """Take segments from many random packs of a dataset."""
+    if not len(dataset):
+        raise PackError(f"{dataset.path}: has no packs; expected some. Build it from a corpus with documents.")
+    index = dataset.index
+    order = np.random.default_rng(config.seed).permutation(len(dataset))
+    segments, tokens = index.num_segments[order].cumsum(dtype=np.int64), index.num_tokens[order].cumsum(dtype=np.int64)
+    wanted = config.steps * documents_in_step(config, dataset.seq_len, int(tokens[-1] // segments[-1]))
+    number = max(POOL_PACKS, int(np.searchsorted(segments, POOL * wanted)) + 1)
+    rows = [segment for row in order[:number].tolist() for segment in split(dataset.pack(row))]
+    random.Random(config.seed).shuffle(rows)
+    return Corpus(rows, dataset.seq_len, dataset.max_token_id, str(dataset.path))
+
+
+def of_source(specs: tuple[str, ...], tokenizer: str, config: BenchConfig) -> Corpus:
+    """Read text from random places until there is enough."""
+    encoder, seq_len = Encoder(tokenizer), config.seq_len or 1024
+
+    def enough(documents: int, tokens: int) -> bool:
+        return documents >= POOL * config.steps * documents_in_step(config, seq_len, tokens // documents)
+
+    options = RecordOptions(text_field=config.text_field)
+    segments = sample_documents(specs, encoder, options, seq_len, config.seed, enough)
+    return Corpus(segments, seq_len, encoder.spec.max_id, ", ".join(specs))
+
+
+def documents_in_step(config: BenchConfig, seq_len: int, mean: int) -> int:
+    """Return how many documents a step needs: a few padded batches to choose from, and a full packed one."""
+    return max(STEP_BATCHES * config.batch, math.ceil(max(config.tokens_per_batch or 0, seq_len) / max(1, mean)))
+
+
+def _sizes(config: BenchConfig, corpus: Corpus) -> Sizes:
+    lengths = [len(ids) for ids, *_ in corpus.segments]
+    rows = max(1, round(config.batch * sum(lengths) / len(lengths) / corpus.seq_len))
+    tokens = config.tokens_per_batch or rows * corpus.seq_len
+    if tokens < corpus.seq_len:
+        raise PackError(f"--tokens-per-batch: {tokens}; expected at least one pack of {corpus.seq_len} tokens.")
+    return Sizes(seq_len=corpus.seq_len, batch=config.batch, tokens_per_batch=tokens, longest=max(lengths))
+
+
+def _steps(config: BenchConfig, corpus: Corpus, sizes: Sizes) -> list[StepPacks]:
+    """Deal documents to steps, the same number to each, and pack those of each step.
+
+    Raises:
+        PackError: There is not enough for one step.
+    """
+    segments, total = corpus.segments, len(corpus.segments)
+    number = documents_in_step(config, sizes.seq_len, sum(len(ids) for ids, *_ in segments) // total)
+    if total < number:
+        raise PackError(
+            f"{corpus.name}: {total} documents; expected at least {number} for a step. "
+            "Lower --batch or --tokens-per-batch, or give more."
+        )
+    dealt = [segments[start : start + number] for start in range(0, total - number + 1, number)]
+    return [
+        StepPacks(pack_rows(documents, sizes.seq_len, config.seed), documents) for documents in dealt[: config.steps]
+    ]

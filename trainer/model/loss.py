@@ -1,0 +1,280 @@
+"""Summed cross-entropy of packed rows, never holding all logits: `PackedLM`, the module that a training loop calls.
+
+The body runs once over the row; head and loss run chunk by chunk, at most 64 Mi logits at a time (32k tokens and 128k
+words would make 16 GiB of fp32 logits, and as much again for their gradient). A plain linear head takes
+`_LinearCrossEntropy`, which makes the gradients while the logits are there (3 matrix products; recomputing takes 4), or
+liger's fused kernel; a head that is more than a matrix (LoRA on it) is called chunk by chunk and recomputed in
+backward; a model that scales or soft-caps its logits makes them itself. The sum is divided by a number that the caller
+knows for the whole step, so that no split of a step into micro-batches and ranks changes the loss.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from shards.errors import ModelError
+from trainer.batch import IGNORED
+from trainer.model.attention import BACKEND_KEYWORD
+from trainer.model.liger import fused_cross_entropy
+
+
+def _chunk_rows(vocab_size: int, device: torch.device) -> int:
+    """Return the rows of a chunk: large products on a GPU, logits that stay in the cache on a CPU."""
+    return max(128, (1 << 22 if device.type == "cpu" else 1 << 26) // vocab_size)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Weighted sum of token losses under a linear head, its gradients made chunk by chunk in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
+        z_loss: float, dtype: torch.dtype, with_grads: bool,
+    ) -> Tensor:  # fmt: skip
+        """Arguments as for `linear_cross_entropy`; `dtype` is the type of the matrix products."""
+        wants_hidden, wants_weight, wants_bias = (with_grads and wanted for wanted in ctx.needs_input_grad[:3])
+        matrix = weight.to(dtype)
+        offset = None if bias is None else bias.to(dtype)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over chunks stay in fp32: dozens of bf16 additions would lose the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
+        rows = _chunk_rows(len(weight), hidden.device)
+        for start in range(0, len(hidden), rows):
+            chunk = slice(start, start + rows)
+            inputs = hidden[chunk].to(dtype)
+            loss, grad = _loss_and_logit_grad(
+                F.linear(inputs, matrix, offset).float(),
+                labels[chunk],
+                None if weights is None else weights[chunk],
+                z_loss,
+            )
+            total += loss
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            if grad_hidden is not None or grad_weight is not None:
+                grad = grad.to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad @ matrix
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), inputs)
+        ctx.save_for_backward(
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the stored gradients; for a scalar loss nothing else is left to do."""
+        stored = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
+        return (*stored, None, None, None, None, None)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if right.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _loss_and_logit_grad(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Return a chunk's weighted loss and its gradient by the fp32 logits, which is written over them."""
+    valid = (labels != IGNORED).float()
+    scale = valid if weights is None else weights * valid
+    target = labels.clamp(min=0).unsqueeze(1)
+    lse = torch.logsumexp(logits, dim=1)
+    losses = lse - logits.gather(1, target).squeeze(1)
+    grad = logits.sub_(lse.unsqueeze(1)).exp_()
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+        grad *= (1 + 2 * z_loss * lse).unsqueeze(1)
+    grad.scatter_add_(1, target, torch.full_like(lse, -1.0).unsqueeze(1))
+    return torch.dot(losses, scale), grad.mul_(scale.unsqueeze(1))
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Sum token losses under a linear head without holding all logits.
+
+    Args:
+        hidden: (T, D), floating.
+        weight: (V, D); `bias` (V,) or None.
+        labels: int64 (T,), -100 where there is no target.
+        weights: float32 (T,), a factor on each token's loss; None for 1.
+        z_loss: Factor on the squared log of the softmax's denominator.
+
+    Returns:
+        float32 scalar; 0, with gradients of 0, where no token is a target.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with torch.autocast(device, enabled=False):
+        # Grad mode is always off inside the function, so it has to be told.
+        with_grads = torch.is_grad_enabled()
+        apply = cast(Callable[..., Tensor], _LinearCrossEntropy.apply)
+        return apply(hidden, weight, bias, labels, weights, z_loss, dtype, with_grads)
+
+
+def chunked_cross_entropy(
+    logits_of: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    vocab_size: int,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Sum token losses under any head, chunk by chunk, each recomputed in backward.
+
+    Args:
+        logits_of: Maps a chunk of `inputs` to its logits (rows, V).
+        inputs: (T, ...), cut along the first axis.
+        vocab_size: V, which sets the rows of a chunk.
+        labels: Like `weights`, `z_loss` and the result as for `linear_cross_entropy`.
+    """
+
+    def chunk_loss(chunk: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        logits = logits_of(chunk).float()
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        if z_loss:
+            losses = losses + z_loss * torch.logsumexp(logits, dim=1).square() * (labels != IGNORED)
+        return losses.sum() if weights is None else torch.dot(losses, weights)
+
+    rows = _chunk_rows(vocab_size, labels.device)
+    losses = []
+    for start in range(0, len(labels), rows):
+        chunk = slice(start, start + rows)
+        part = None if weights is None else weights[chunk]
+        losses.append(checkpoint(chunk_loss, inputs[chunk], labels[chunk], part, use_reentrant=False))
+    return torch.stack(losses).sum()
+
+
+def document_weights(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return 1 / (targets of the token's segment) for every token, computed on the device without a sync.
+
+    Args:
+        labels: int64 (T,), -100 where there is no target.
+        cu_seqlens: int32 (n + 1,), last exactly T.
+
+    Returns:
+        float32 (T,); over the targets of any one segment it sums to 1.
+    """
+    tokens = torch.arange(len(labels), device=labels.device, dtype=cu_seqlens.dtype)
+    segment = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    counts = torch.zeros(len(cu_seqlens) - 1, dtype=torch.float32, device=labels.device)
+    counts = counts.index_add(0, segment, (labels != IGNORED).float())
+    return counts.clamp(min=1).reciprocal()[segment]
+
+
+def unwrap(model: nn.Module) -> Any:
+    """Return the causal language model inside a peft wrapper, or the model itself."""
+    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class PackedLM(nn.Module):
+    """A causal language model whose forward is the loss of one micro-batch; wrap this in DDP or FSDP2.
+
+    Args:
+        model: From `load_model`, wrapped by peft or not.
+        backend: Key of `ATTENTION_BACKENDS`; None for native attention, which takes rectangles only.
+        plain_head: Whether logits are exactly `lm_head(hidden)`, as the model's report says.
+        weighting: `token`: every target counts 1. `document`: the targets of each segment count 1 together.
+        z_loss: Factor on the squared log of the softmax's denominator; left out in `eval()` mode.
+        liger: `auto`, `on` or `off`: liger's fused loss on a GPU, where head and weighting allow it.
+
+    Raises:
+        ModelError: `liger` is `on`, but head or weighting does not allow it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        backend: str | None,
+        plain_head: bool,
+        weighting: str = "token",
+        z_loss: float = 0.0,
+        liger: str = "auto",
+    ) -> None:
+        super().__init__()
+        if liger == "on" and not (plain_head and weighting == "token"):
+            raise ModelError(
+                f"--liger on: its fused loss takes plain heads and weighting by token; this head is "
+                f"{'plain' if plain_head else 'scaled or soft-capped'}, weighting is by {weighting}. Use --liger auto"
+            )
+        self.model = model
+        self.backend = backend
+        self.plain_head = plain_head
+        self.weighting = weighting
+        self.z_loss = z_loss
+        self.fused = liger != "off" and weighting == "token" and importlib.util.find_spec("liger_kernel") is not None
+
+    def forward(self, batch: Mapping[str, Any], divisor: float = 1.0) -> Tensor:
+        """Return the summed loss of a micro-batch divided by `divisor`, a float32 scalar.
+
+        Args:
+            batch: `input_ids`, `position_ids`, `shift_labels` int64 (1, T), `cu_seqlens` int32 (n + 1,), `max_seqlen`
+                int. Or the same of a rectangle (R, P) of right-padded rows, one segment each.
+            divisor: Targets (weighted by document: segments with targets) of the whole step on all ranks.
+
+        Raises:
+            ModelError: Packed rows for a model on native attention.
+        """
+        labels = batch["shift_labels"].flatten()
+        weights = document_weights(labels, batch["cu_seqlens"]) if self.weighting == "document" else None
+        inputs = self._native_inputs(batch) if self.backend is None else self._inputs(batch)
+        return self._summed_loss(inputs, labels, weights) / divisor
+
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "input_ids": batch["input_ids"].reshape(1, -1),
+            "position_ids": batch["position_ids"].reshape(1, -1),
+            "cu_seq_lens_q": batch["cu_seqlens"],
+            "cu_seq_lens_k": batch["cu_seqlens"],
+            "max_length_q": batch["max_seqlen"],
+            "max_length_k": batch["max_seqlen"],
+            BACKEND_KEYWORD: self.backend,
+        }
+
+    def _native_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        ids, segments = batch["input_ids"], len(batch["cu_seqlens"]) - 1
+        if segments > len(ids):
+            raise ModelError(
+                f"native attention: {segments} segments in {len(ids)} rows would see each other; expected "
+                "one in a row. Use a bucketed dataset"
+            )
+        # No mask: padding is on the right, where causal attention does not look, and has no target.
+        return {"input_ids": ids}
+
+    def _summed_loss(self, inputs: dict[str, Any], labels: Tensor, weights: Tensor | None) -> Tensor:
+        model = unwrap(self.model)
+        z_loss = self.z_loss if self.training else 0.0
+        if not self.plain_head:
+            logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
+            return chunked_cross_entropy(lambda chunk: chunk, logits, logits.shape[-1], labels, weights, z_loss)
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        head = model.get_output_embeddings()
+        # Exactly these types: LoRA, quantised and sharded heads are more than their weight says.
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
+            vocab_size = model.config.get_text_config().vocab_size
+            return chunked_cross_entropy(head, hidden, vocab_size, labels, weights, z_loss)
+        if self.fused and hidden.is_cuda:
+            return fused_cross_entropy(hidden, head.weight, head.bias, labels, z_loss)
+        return linear_cross_entropy(hidden, head.weight, head.bias, labels, weights, z_loss)
