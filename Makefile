@@ -30,11 +30,12 @@ test-all: .venv/.dev ## Run every test that this machine can run
 lint: .venv/.dev ## Check style, types and the generated docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
-	$(BIN)/python docs/build.py --check
+	$(BIN)/python scripts/build_docs.py --check
 
 docs: .venv/.dev ## Write docs/cli.md from --help
-	$(BIN)/python docs/build.py
+	$(BIN)/python scripts/build_docs.py
 
 bench: .venv/.dev ## Measure against other projects, hours on a quiet machine; BENCH="build --quick" for some
 	$(BIN)/python benchmarks/run.py $(BENCH)

@@ -1,4 +1,4 @@
-"""Train with `transformers.Trainer` on packed shards: python examples/with_transformers.py DATASET MODEL OUT
+"""Train with `transformers.Trainer` on packed shards: python examples/with_transformers.py DATASET MODEL OUT.
 
 Three things make it right. The model comes from `load_model`, which gives it the attention that keeps documents apart
 and refuses models where that cannot work. `remove_unused_columns=False` lets boundaries and loss mask reach the

@@ -1,4 +1,4 @@
-"""Fine-tune with TRL's `SFTTrainer` on packed shards: python examples/with_trl.py DATASET MODEL OUT
+"""Fine-tune with TRL's `SFTTrainer` on packed shards: python examples/with_trl.py DATASET MODEL OUT.
 
 `skip_prepare_dataset` keeps TRL from cutting rows at its `max_length` (1024 by default), `packing=False` from packing
 them again, and `remove_unused_columns=False` lets boundaries and loss mask reach the collator. The model comes from

@@ -54,7 +54,7 @@ class Size(click.ParamType[int]):
 class PackGroup(click.Group):
     """A group whose torch commands load late, and whose faults are one line each."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names in the order of a person's work."""
         return [*self.commands, *LAZY]
 
@@ -74,7 +74,7 @@ class PackGroup(click.Group):
             frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
             if frame.f_globals["__name__"] not in PRINTERS:
                 raise
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # or Python tries again as it exits
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  # or Python tries again as it exits
             reason = f"cannot be written ({error.strerror}); what the command made is kept"
             click.echo(f"Error: stdout: {reason}. Send the output elsewhere.", err=True)
             sys.exit(1)
@@ -241,7 +241,7 @@ def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
     from pipeline.building.progress import RichProgress
 
     options = record_options(flags)
-    flags["out"] = os.path.expanduser(flags["out"])  # a shell leaves --out=~/data as it is
+    flags["out"] = os.path.expanduser(flags["out"])  # noqa: PTH111  # a shell leaves --out=~/data
     config = BuildConfig(**options, **flags)
     with RichProgress(progress) as shown:
         try:

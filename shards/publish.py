@@ -39,7 +39,7 @@ def fsync(file: IO[bytes]) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Move `source` onto `target` and make the move itself durable."""
-    os.replace(source, target)
+    source.replace(target)
     sync_directory(target.parent)
 
 

@@ -8,7 +8,6 @@ column. A dataset pickles as its path, so workers share the page cache instead o
 
 import json
 import mmap
-import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -114,7 +113,7 @@ def _views(batch: pa.RecordBatch, path: Path) -> _Batch:
 def check_size(path: Path, expected_bytes: int) -> None:
     """Raise FormatError unless `path` is a file of exactly `expected_bytes`."""
     try:
-        size = os.stat(path).st_size
+        size = Path(path).stat().st_size
     except FileNotFoundError as error:
         raise FormatError(
             f"{path}: is missing; the manifest lists {expected_bytes:,} bytes (rule F3). "

@@ -146,6 +146,7 @@ def _check_same(data: bytes, config: BuildConfig, job: Job) -> None:
 
 
 def reads_stdin(job: Job) -> bool:
+    """Whether any source of the build is standard input, which cannot be read twice."""
     return any(file.location == "-" for source in job.sources for file in source.files)
 
 

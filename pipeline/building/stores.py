@@ -98,7 +98,7 @@ class RemoteStore:
         """Remove the whole dataset."""
         self._target[0].rm(self._target[1], recursive=True)
 
-    def sweep(self, *, everything: bool = False) -> None:
+    def sweep(self, *, everything: bool = False) -> None:  # noqa: ARG002  # as LocalStore.sweep
         """Remove scratch files of builds that died here; a build removes its own as it goes."""
         for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
             with suppress(OSError):  # another user's, or gone already

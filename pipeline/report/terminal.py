@@ -82,7 +82,7 @@ def _spaced(parts: list[RenderableType]) -> Group:
 def comparison_view(reports: list[Report]) -> Group:
     """Return several datasets side by side, what differs marked."""
     paths = [report["path"] for report in reports]
-    short = [os.path.basename(path.rstrip("/")) for path in paths]
+    short = [path.rstrip("/").rpartition("/")[2] for path in paths]
     names = short if len(set(short)) == len(short) else paths  # whole paths leave little room for figures
     warned = [Text(f"! {report['path']}: {text}", style="yellow") for report in reports for text in report["warnings"]]
     return Group(grid(["", "", *names], list(side_by_side(reports))), *warned)

@@ -150,7 +150,7 @@ def cut_windows(sources: list[Source], window_bytes: int | None = None) -> tuple
     return windows, limit
 
 
-def is_streamed(file: SourceFile, options: RecordOptions) -> bool:
+def is_streamed(file: SourceFile, options: RecordOptions) -> bool:  # noqa: ARG001
     """Whether a file cannot be cut without reading it."""
     if file.compression is not None or file.location == "-" or file.format in ("json", "csv", "tsv"):
         return True

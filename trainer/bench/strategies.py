@@ -194,6 +194,7 @@ def split(row: Pack) -> list[Pack]:
 
 
 def native_attention(model: Any) -> str:
+    """Return the attention of transformers itself that a model runs with."""
     return "sdpa" if model._supports_sdpa else "eager"
 
 

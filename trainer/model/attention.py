@@ -64,7 +64,9 @@ class Attend(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int | None, scale: float
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Return the attention of every token over its own segment, up to itself; arguments as for `Backend`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Backend:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int | None, scale: float
     ) -> Tensor:
+        """Compute the attention; arguments as the class says."""
         return self.attend(q, k, v, cu_seqlens, max_seqlen, window, scale)
 
 
@@ -161,7 +164,7 @@ def _cannot_flash_2(needs: Needs) -> str | None:
 
 @functools.cache
 def _torch_varlen() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
-    """torch's function and the names of its parameters, which differ between 2.11 and 2.14; None before 2.11."""
+    """Torch's function and the names of its parameters, which differ between 2.11 and 2.14; None before 2.11."""
     if not _has_module("torch.nn.attention.varlen"):
         return None
     from torch.nn.attention.varlen import varlen_attn
