@@ -84,7 +84,7 @@ class PackGroup(click.Group):
         try:
             return super().invoke(ctx)
         except PackError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(getattr(error, "flag_message", str(error))) from error
 
 
 @click.group(cls=PackGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

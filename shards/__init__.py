@@ -5,20 +5,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shards.errors import FormatError as FormatError
+    from shards.errors import OptionError as OptionError
     from shards.errors import PackError as PackError
     from shards.reader import Dataset as Dataset
+    from shards.reader import Pack as Pack
     from shards.verification import verify as verify
 
 _HOMES = {
     "Dataset": "shards.reader",
     "FormatError": "shards.errors",
+    "OptionError": "shards.errors",
+    "Pack": "shards.reader",
     "PackError": "shards.errors",
     "verify": "shards.verification",
 }
-__all__ = ["Dataset", "FormatError", "PackError", "verify"]
+__all__ = ["Dataset", "FormatError", "OptionError", "Pack", "PackError", "verify"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'shards' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""Faults that a user can mend.
+"""Errors that the user can fix.
 
 Every message reads `where: what, with the value; what was expected. What to do.` and fits on one line: the command line
 prints it as it is and exits with code 1. Any other exception is a bug and keeps its traceback.
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class PackError(Exception):
-    """Root of every fault that a user can mend."""
+    """Root of every error that the user can fix."""
 
 
 class FormatError(PackError):
@@ -24,6 +24,26 @@ class FormatError(PackError):
     def __init__(self, message: str, rule: str | None = None) -> None:
         super().__init__(message)
         self.rule = rule
+
+
+class OptionError(PackError):
+    """An argument has a value that cannot be used.
+
+    The message starts with the argument's name, as a Python caller knows it (`seq_len: 0; expected at least 1.`); the
+    command line shows `flag_message` instead, which starts with the flag (`--seq-len: 0; …`).
+
+    Args:
+        name: The argument, such as "packs_per_step".
+        what: The value and what was expected, as full sentences.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name}: {what}")
+        self.flag_message = f"--{name.replace('_', '-')}: {what}"
+
+    def __reduce__(self) -> tuple[type["OptionError"], tuple[str, str]]:
+        name, _, what = str(self).partition(": ")
+        return (OptionError, (name, what))
 
 
 class SegmentTooLongError(PackError):

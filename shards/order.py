@@ -1,8 +1,8 @@
 """Which packs make which step, in plain numpy: a pure function of the index, the settings, the epoch and the step.
 
 The order of an epoch is computed once and knows no ranks: step s holds the same packs whatever the world size, so a
-checkpoint is an epoch and a number of steps. `deal` then spreads the packs of one step over ranks and micro-batches so
-that all take equally long (64 ranks, 8 micro-batches on each: slowest / mean about 1.01, 1.05 to 1.26 undealt).
+checkpoint is an epoch and a number of steps. `balance` then spreads the packs of one step over ranks and micro-batches
+so that all take equally long (64 ranks, 8 micro-batches on each: slowest / mean about 1.01, 1.05 to 1.26 without).
 `cost-grouped` fills steps with packs of like cost, for one micro-batch a rank (1.001 against 1.2 to 1.8). Mixed sources
 follow one largest-deficit sequence per epoch; each source's own permutations run on where the last epoch stopped.
 """
@@ -12,24 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shards.errors import PackError
+from shards.cost import attention_pairs, pack_costs
+from shards.errors import OptionError
 from shards.reader import Index
 
-PAIRS_PER_TOKEN = 12288
-"Attention pairs that take as long as everything else of one token: cost = L + L^2 / 24576 (a model of about 1B)."
 ORDERS = ("shuffled", "cost-grouped")
 LAST_STEPS = ("drop", "pad")
 MIX_BY = ("tokens", "targets", "packs")
 MIX_STOPS = ("first", "longest")
 
 
-def pack_costs(num_tokens: np.ndarray, attention_pairs: np.ndarray) -> np.ndarray:
-    """Estimate the training time of packs, in tokens of a model without attention; float64, same shape."""
-    costs: np.ndarray = num_tokens + attention_pairs / PAIRS_PER_TOKEN
-    return costs
-
-
-def deal(costs: np.ndarray, world_size: int, micro_batches: int, packs_per_batch: int = 1) -> np.ndarray:
+def balance(costs: np.ndarray, world_size: int, micro_batches: int, packs_per_batch: int = 1) -> np.ndarray:
     """Spread the packs of a step over ranks and micro-batches so that all ranks take equally long.
 
     Packs of like cost land in the same micro-batch on all ranks; of each such row, the rank with least work so far gets
@@ -47,19 +40,19 @@ def deal(costs: np.ndarray, world_size: int, micro_batches: int, packs_per_batch
     lead, rows = costs.shape[:-1], micro_batches * packs_per_batch
     by_cost = np.argsort(-costs, axis=-1, kind="stable").reshape(*lead, rows, world_size)
     work = np.zeros((*lead, world_size))
-    dealt = np.empty((*lead, world_size, rows), np.int64)
+    balanced = np.empty((*lead, world_size, rows), np.int64)
     for row in range(rows):
         packs = by_cost[..., row, :]
         ranks = np.argsort(work, axis=-1, kind="stable")
-        np.put_along_axis(dealt[..., row], ranks, packs, -1)
-        work += np.take_along_axis(costs, dealt[..., row], -1)
-    dealt = dealt.reshape(*lead, world_size, packs_per_batch, micro_batches)
-    dealt[..., 1::2, :] = dealt[..., 1::2, ::-1]  # back and forth, so that micro-batches come out alike too
-    return np.swapaxes(dealt, -1, -2)
+        np.put_along_axis(balanced[..., row], ranks, packs, -1)
+        work += np.take_along_axis(costs, balanced[..., row], -1)
+    balanced = balanced.reshape(*lead, world_size, packs_per_batch, micro_batches)
+    balanced[..., 1::2, :] = balanced[..., 1::2, ::-1]  # back and forth, so that micro-batches come out alike too
+    return np.swapaxes(balanced, -1, -2)
 
 
 def straggler_factor(costs: np.ndarray, world_size: int, packs_per_batch: int = 1) -> float:
-    """Mean over steps of the slowest rank's cost / the mean rank's, after the deal; 1.0 is perfect.
+    """Mean over steps of the slowest rank's cost / the mean rank's, after `balance`; 1.0 is perfect.
 
     Args:
         costs: Cost of each pack of each step; shape (num_steps, packs_per_step).
@@ -67,8 +60,8 @@ def straggler_factor(costs: np.ndarray, world_size: int, packs_per_batch: int = 
         packs_per_batch: Packs in a micro-batch.
     """
     batches = costs.shape[1] // (world_size * packs_per_batch)
-    dealt = deal(costs, world_size, batches, packs_per_batch).reshape(len(costs), -1)
-    work = np.take_along_axis(costs, dealt, -1).reshape(len(costs), world_size, -1).sum(-1)
+    balanced = balance(costs, world_size, batches, packs_per_batch).reshape(len(costs), -1)
+    work = np.take_along_axis(costs, balanced, -1).reshape(len(costs), world_size, -1).sum(-1)
     return float((work.max(-1) / work.mean(-1)).mean())
 
 
@@ -92,7 +85,7 @@ class StepOrder:
         largest_first: Whether each epoch begins with the step that holds the costliest unit: out of memory at once.
 
     Raises:
-        PackError: A setting is unknown or does not fit, or an epoch has no step.
+        OptionError: A setting is unknown or does not fit, or an epoch has no step.
     """
 
     def __init__(
@@ -112,13 +105,14 @@ class StepOrder:
         mix_stop: str = "first",
         largest_first: bool = False,
     ) -> None:
-        _check_choices(("--order", order, ORDERS), ("--last-step", last_step, LAST_STEPS))
+        _check_choices(order=(order, ORDERS), last_step=(last_step, LAST_STEPS))
         if packs_per_step < 1 or packs_per_step % packs_per_batch:
-            raise PackError(f"--packs-per-step: {packs_per_step}; expected a multiple of {packs_per_batch}.")
+            raise OptionError("packs_per_step", f"{packs_per_step}; expected a multiple of {packs_per_batch}.")
         if mix and (order != "shuffled" or padded_len is not None):
-            raise PackError(
-                "--mix: gives one sequence of sources, which cost-grouped or bucketed steps would break. "
-                "Use --order shuffled, and a dataset that is packed."
+            raise OptionError(
+                "mix",
+                "gives one sequence of sources, which cost-grouped or bucketed steps would break; expected shuffled "
+                "steps of a packed dataset. Use the order shuffled and a dataset that is packed.",
             )
         self._seed, self._by_cost, self._largest_first = seed, order == "cost-grouped", largest_first
         self._padded_len, self._tokens_per_batch = padded_len, tokens_per_batch
@@ -131,7 +125,7 @@ class StepOrder:
         "Units in a step."
         tokens, pairs = index.num_tokens, index.attention_pairs
         if padded_len is not None:
-            tokens, pairs = padded_len, padded_len.astype(np.int64) * (padded_len + 1) // 2
+            tokens, pairs = padded_len, attention_pairs(padded_len)
         self.costs = pack_costs(tokens, pairs)
         "Cost of each pack, padding counted; float64, shape (num_packs,)."
         self._epochs: dict[int, _Epoch] = {}
@@ -145,9 +139,10 @@ class StepOrder:
         "Units that an epoch serves again to fill its last step."
         if self.steps_per_epoch == 0:
             unit = "packs" if padded_len is None else "rectangles of padded rows"
-            raise PackError(
-                f"--packs-per-step: a step takes {self.units_per_step} {unit}, an epoch has {num_units}. "
-                "Use a smaller step, --last-step pad, or more data."
+            raise OptionError(
+                "packs_per_step",
+                f"a step takes {self.units_per_step} {unit}, an epoch has {num_units}; expected at least one step. "
+                "Use a smaller step, pad the last step, or use more data.",
             )
 
     def __getstate__(self) -> dict[str, object]:
@@ -159,21 +154,22 @@ class StepOrder:
         return order.packs_of(order.steps[step])
 
     def batches(self, epoch: int, step: int, world_size: int) -> list[list[np.ndarray]]:
-        """Return, for each rank, the packs of each of its micro-batches, dealt so that all ranks take equally long.
+        """Return, for each rank, the packs of each of its micro-batches, balanced so that all ranks take equally long.
 
         Raises:
-            PackError: The step does not divide into micro-batches for so many ranks.
+            OptionError: The step does not divide into micro-batches for so many ranks.
         """
         smallest = world_size * self.packs_per_batch
         if self.units_per_step % smallest:
-            raise PackError(
-                f"--packs-per-step: a step of {self.units_per_step} does not spread over {world_size} processes "
-                f"with {self.packs_per_batch} in a micro-batch; expected a multiple of {smallest}."
+            raise OptionError(
+                "packs_per_step",
+                f"a step of {self.units_per_step} does not spread over {world_size} processes "
+                f"with {self.packs_per_batch} in a micro-batch; expected a multiple of {smallest}.",
             )
         order = self._epoch(epoch)
         units = order.steps[step]
-        dealt = deal(order.costs[units], world_size, len(units) // smallest, self.packs_per_batch)
-        return [[order.packs_of(units[batch]) for batch in rank] for rank in dealt]
+        balanced = balance(order.costs[units], world_size, len(units) // smallest, self.packs_per_batch)
+        return [[order.packs_of(units[batch]) for batch in rank] for rank in balanced]
 
     def straggler_factor(self, epoch: int, world_size: int, max_steps: int = 1000) -> float:
         """Return `straggler_factor` of the first `max_steps` steps of an epoch."""
@@ -250,7 +246,7 @@ class _Mix:
         stop: str,
         seed: int,
     ) -> None:
-        _check_choices(("--mix-by", by, MIX_BY), ("--mix-stop", stop, MIX_STOPS))
+        _check_choices(mix_by=(by, MIX_BY), mix_stop=(stop, MIX_STOPS))
         known = list(dict.fromkeys(name for name, _, _ in sources))
         self._seed, self._packs, self._amounts, weights = seed, [], [], []
         self._streams: list[int] = []
@@ -258,11 +254,11 @@ class _Mix:
         for name, weight in mix:
             if name not in known or not 0 < weight < np.inf:
                 fault = "a finite weight above 0" if name in known else f"one of the sources {', '.join(known)}"
-                raise PackError(f"--mix: {name}={weight:g}; expected {fault}.")
+                raise OptionError("mix", f"{name}={weight:g}; expected {fault}.")
             packs = np.concatenate([np.arange(start, end) for source, start, end in sources if source == name])
             amounts = np.ones(len(packs), np.int64) if per_pack is None else per_pack[packs].astype(np.int64)
             if amounts.sum() == 0:
-                raise PackError(f"--mix: source {name} has no {by}. Leave it out, or weigh by something it has.")
+                raise OptionError("mix", f"source {name} has no {by}. Leave it out, or weigh by something it has.")
             self._packs.append(packs)
             self._amounts.append(amounts)
             self._streams.append(1 + known.index(name))
@@ -299,7 +295,7 @@ class _Mix:
         return np.concatenate(passes)[start - first * size :][:count]
 
 
-def _check_choices(*choices: tuple[str, str, tuple[str, ...]]) -> None:
-    for flag, value, known in choices:
+def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, known) in choices.items():
         if value not in known:
-            raise PackError(f"{flag}: {value!r}; expected one of {', '.join(known)}.")
+            raise OptionError(name, f"{value!r}; expected one of {', '.join(known)}.")

@@ -12,10 +12,11 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +25,9 @@ import xxhash
 from shards.errors import FormatError, PackError
 from shards.plan import Plan, check_version, parse_plan
 from shards.publish import unseal
-from shards.schema import INDEX_SCHEMA, ROW_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, positions_of
+from shards.schema import INDEX_SCHEMA, ROW_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, position_ids_of
 
+Row = dict[str, Any]
 MAX_MAPS = 2048  # below the usual limits on maps and open files
 
 
@@ -41,8 +43,21 @@ class Index:
     attention_pairs: np.ndarray
 
 
+class Pack(NamedTuple):
+    """What training needs of one pack."""
+
+    input_ids: np.ndarray
+    "uint16 or int32 (num_tokens,)"
+    position_ids: np.ndarray
+    "uint16 or int32 (num_tokens,): place in the segment"
+    loss_mask: np.ndarray
+    "uint8 (num_tokens,): 1 where the token in this slot is a target"
+    cu_seqlens: np.ndarray
+    "int32 (num_segments + 1,)"
+
+
 @dataclass(frozen=True)
-class _Batch:
+class _ArrowBatch:
     """One record batch as numpy views: list columns as (values, offsets), row columns as arrays."""
 
     lists: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -80,7 +95,7 @@ class Shard:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def locate(self, row: int) -> tuple[_Batch, int]:
+    def locate(self, row: int) -> tuple[_ArrowBatch, int]:
         """Return the batch that holds `row` and the row's place in it."""
         number = bisect_right(self.starts, row) - 1
         return self.batches[number], row - self.starts[number]
@@ -97,7 +112,7 @@ class Shard:
                 self._map.madvise(mmap.MADV_WILLNEED, page, begin + length - page)
 
 
-def _views(batch: pa.RecordBatch, path: Path) -> _Batch:
+def _views(batch: pa.RecordBatch, path: Path) -> _ArrowBatch:
     lists, rows = {}, {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_list(column.type):
@@ -107,7 +122,7 @@ def _views(batch: pa.RecordBatch, path: Path) -> _Batch:
     for name in TOKEN_COLUMNS:
         if name in lists and not np.array_equal(lists[name][1], lists["input_ids"][1]):
             raise FormatError(f"{path}: {name} and input_ids differ in length (rule F7). Build again.", "F7")
-    return _Batch(lists, rows)
+    return _ArrowBatch(lists, rows)
 
 
 def check_size(path: Path, expected_bytes: int) -> None:
@@ -207,8 +222,30 @@ class Dataset:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Row]:
         return (self[number] for number in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Dataset({str(self.path)!r}, {', '.join(f'{name} {value}' for name, value in self._figures())})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in self._figures())
+        return f"<table><caption>{escape(str(self.path))}</caption>{rows}</table>"
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """What a person wants to know first, by name."""
+        totals = self.manifest["totals"]
+        tokens, packs = totals["tokens"]["packed"], len(self)
+        return [
+            ("packs", f"{packs:,}"),
+            ("seq_len", f"{self.seq_len:,}"),
+            ("tokens", f"{tokens:,}"),
+            ("targets", f"{totals['targets']['packed']:,}"),
+            ("documents", f"{totals['documents']['packed']:,}"),
+            ("fill_rate", f"{tokens / max(1, packs * self.seq_len):.2%}"),
+            ("packer", self.packer),
+            ("dataset_id", self.dataset_id[:12]),
+        ]
 
     @property
     def plan(self) -> Plan:
@@ -254,29 +291,37 @@ class Dataset:
                 self._maps.move_to_end(number)
         return shard, pack - self._starts[number]
 
-    def pack(self, pack: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return what training needs of one pack, as read-only views on the map.
-
-        Returns:
-            `input_ids` and `position_ids`, uint16 or int32 (num_tokens,); `loss_mask`, uint8 (num_tokens,);
-            `cu_seqlens`, int32 (num_segments + 1,). Position ids that are not stored are derived.
-        """
+    def pack(self, pack: int) -> Pack:
+        """Return what training needs of one pack, as read-only views on the map; positions not stored are derived."""
         shard, row = self._shard(pack)
         batch, local = shard.locate(row)
         lists = batch.lists
         ids, offsets = lists["input_ids"]
         begin, end = offsets.item(local), offsets.item(local + 1)  # of all token columns, as checked when mapping
         cu = _row(batch, "cu_seqlens", local)
-        positions = lists["position_ids"][0][begin:end] if "position_ids" in lists else positions_of(cu)
-        return ids[begin:end], positions, lists["loss_mask"][0][begin:end], cu
+        positions = lists["position_ids"][0][begin:end] if "position_ids" in lists else position_ids_of(cu)
+        return Pack(ids[begin:end], positions, lists["loss_mask"][0][begin:end], cu)
 
-    def __getitem__(self, pack: int) -> dict[str, Any]:
-        """Return every column of one pack: arrays as views, per-row figures as ints."""
+    @overload
+    def __getitem__(self, pack: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, pack: slice) -> list[Row]: ...
+
+    def __getitem__(self, pack: int | slice) -> Row | list[Row]:
+        """Return every column of one pack: arrays as views, per-row figures as ints; of a slice, a list of them.
+
+        Raises:
+            IndexError: There is no such pack.
+            FormatError: The shard that holds it is damaged.
+        """
+        if isinstance(pack, slice):
+            return [self[number] for number in range(*pack.indices(len(self)))]
         pack = pack + len(self) if pack < 0 else pack
         shard, row = self._shard(pack)
         batch, local = shard.locate(row)
         ids, positions, mask, cu = self.pack(pack)
-        columns: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cu_seqlens": cu, "loss_mask": mask}
+        columns: Row = {"input_ids": ids, "position_ids": positions, "cu_seqlens": cu, "loss_mask": mask}
         columns |= {name: _row(batch, name, local) for name in SEGMENT_COLUMNS}
         return columns | {name: int(batch.rows[name][local]) for name in ROW_COLUMNS}
 
@@ -287,6 +332,6 @@ class Dataset:
             shard.advise(row)
 
 
-def _row(batch: _Batch, name: str, local: int) -> np.ndarray:
+def _row(batch: _ArrowBatch, name: str, local: int) -> np.ndarray:
     values, offsets = batch.lists[name]
     return values[offsets.item(local) : offsets.item(local + 1)]

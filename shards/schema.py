@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from shards.cost import cost_class, padded_length
+
 FORMAT = "shardpack"
 VERSION = 1
 BATCH_TOKENS = 1 << 20  # per record batch: few enough batches to open fast, far below the 2^31 of list offsets
-PAD_MULTIPLE = 64  # granularity of padded lengths in `bucketed` datasets
 
 TOKEN_COLUMNS = ("input_ids", "position_ids", "loss_mask")
 SEGMENT_COLUMNS = ("doc_ids", "doc_offsets")
 ROW_COLUMNS = ("max_seqlen", "num_targets", "attention_pairs", "bucket")
-
-# quarter octaves of attention pairs; irrational bounds never lie near an integer, so the ceiling is the same everywhere
-_COST_BOUNDS = np.array([int(np.ceil(2.0 ** (k / 4))) for k in range(1, 4 * 62)], dtype=np.int64)
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -89,9 +87,8 @@ class Layout:
             int32 (num_rows,). Cost classes are quarter octaves of attention pairs, the same in every window.
         """
         if self.padded:
-            padded = -(-max_seqlen.astype(np.int64) // PAD_MULTIPLE) * PAD_MULTIPLE
-            return np.minimum(padded, self.seq_len).astype(np.int32)
-        return np.searchsorted(_COST_BOUNDS, attention_pairs, side="right").astype(np.int32)
+            return padded_length(max_seqlen, self.seq_len).astype(np.int32)
+        return cost_class(attention_pairs)
 
 
 def layout_of(plan: dict[str, Any]) -> Layout:
@@ -104,7 +101,7 @@ def layout_of(plan: dict[str, Any]) -> Layout:
     )
 
 
-def positions_of(cu_seqlens: np.ndarray) -> np.ndarray:
+def position_ids_of(cu_seqlens: np.ndarray) -> np.ndarray:
     """Derive position ids, int32 (num_tokens,), from one row's `cu_seqlens`."""
     lengths = np.diff(cu_seqlens)
     return np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths).astype(np.int32)

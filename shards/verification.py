@@ -15,12 +15,13 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from shards.cost import attention_pairs
 from shards.errors import FormatError
 from shards.manifest import add_counts, dataset_id, datasets_files, digest_files, empty_counts, imbalance, read_sidecar
 from shards.plan import Plan, check_version, parse_plan, plan_id
 from shards.publish import LocalStore, canonical
 from shards.reader import Shard, check_size, read_index, read_manifest
-from shards.schema import FORMAT, VERSION, Layout, layout_of, positions_of
+from shards.schema import FORMAT, VERSION, Layout, layout_of, position_ids_of
 
 Level = Literal["size", "sample", "full"]
 SAMPLE_SHARDS = 8
@@ -36,7 +37,7 @@ class Problem:
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """What `verify` looked at and what it found wrong."""
 
     path: str
@@ -62,7 +63,7 @@ class Report:
         self.problems.append(Problem(error.rule or "F1", str(error)))
 
 
-def verify(path: str | Path, level: Level = "full", vocab_size: int | None = None) -> Report:
+def verify(path: str | Path, level: Level = "full", vocab_size: int | None = None) -> VerifyReport:
     """Check a dataset rule by rule.
 
     Args:
@@ -74,7 +75,7 @@ def verify(path: str | Path, level: Level = "full", vocab_size: int | None = Non
         The report; `report.ok` is False when any rule is broken.
     """
     root = Path(path)
-    report = Report(str(path), level)
+    report = VerifyReport(str(path), level)
     try:
         manifest = read_manifest(root)
         plan = _check_plan(root, manifest)
@@ -117,14 +118,14 @@ def _check_plan(root: Path, manifest: dict[str, Any]) -> Plan:
     return plan
 
 
-def _check_tokenizer(root: Path, manifest: dict[str, Any], report: Report) -> None:
+def _check_tokenizer(root: Path, manifest: dict[str, Any], report: VerifyReport) -> None:
     directory = root / "tokenizer"
     found = {file.name: file.read_bytes() for file in directory.glob("*")} if directory.is_dir() else {}
     if digest_files(found) != manifest["tokenizer_files"]:
         report.add("F15", str(directory), "does not hold the tokenizer files that the manifest lists")
 
 
-def _check_files(root: Path, manifest: dict[str, Any], report: Report) -> set[str]:
+def _check_files(root: Path, manifest: dict[str, Any], report: VerifyReport) -> set[str]:
     whole = set()
     for record in manifest["shards"]:
         try:
@@ -143,7 +144,7 @@ def _check_files(root: Path, manifest: dict[str, Any], report: Report) -> set[st
     return whole
 
 
-def _check_sidecars(root: Path, manifest: dict[str, Any], report: Report) -> None:
+def _check_sidecars(root: Path, manifest: dict[str, Any], report: VerifyReport) -> None:
     store = LocalStore(root)
     by_source = {source["name"]: empty_counts() for source in manifest["sources"]}
     for record in manifest["shards"]:
@@ -173,7 +174,7 @@ def _check_sidecars(root: Path, manifest: dict[str, Any], report: Report) -> Non
             )
 
 
-def _check_sums(root: Path, plan: Plan, manifest: dict[str, Any], report: Report) -> None:
+def _check_sums(root: Path, plan: Plan, manifest: dict[str, Any], report: VerifyReport) -> None:
     totals = empty_counts()
     for source in manifest["sources"]:
         totals = add_counts(totals, source["counts"])
@@ -194,7 +195,7 @@ def _check_sums(root: Path, plan: Plan, manifest: dict[str, Any], report: Report
             report.add("F16", name, "does not describe this dataset; datasets.load_from_disk would fail or mislead")
 
 
-def _check_index(root: Path, manifest: dict[str, Any], report: Report) -> pa.Table | None:
+def _check_index(root: Path, manifest: dict[str, Any], report: VerifyReport) -> pa.Table | None:
     try:
         table = read_index(root, manifest["index"])
     except FormatError as error:
@@ -207,7 +208,7 @@ def _check_index(root: Path, manifest: dict[str, Any], report: Report) -> pa.Tab
 
 
 def _check_shard(
-    root: Path, plan: Plan, record: dict[str, Any], index: pa.Table | None, vocab_size: int | None, report: Report
+    root: Path, plan: Plan, record: dict[str, Any], index: pa.Table | None, vocab_size: int | None, report: VerifyReport
 ) -> None:
     file, layout = root / record["file"], layout_of(plan)
     if _hash(file) != record["xxh3_128"]:
@@ -260,14 +261,14 @@ def _row_problems(row: dict[str, Any], layout: Layout, limit: int, window: int) 
         yield "F7", f"cu_seqlens ends at {cu[-1] if len(cu) else None} for {num_tokens} tokens, or does not rise from 0"
         return
     lengths = np.diff(cu)
-    if "position_ids" in row and not np.array_equal(row["position_ids"], positions_of(cu)):
+    if "position_ids" in row and not np.array_equal(row["position_ids"], position_ids_of(cu)):
         yield "F8", "position_ids do not restart at 0 in every segment"
     if len(mask) != num_tokens or (mask > 1).any() or mask[cu[:-1]].any():
         yield "F9", "loss_mask is not 0 or 1 for every token, or has a target at a segment start"
     figures = {
         "max_seqlen": int(lengths.max()),
         "num_targets": int(mask.sum()),
-        "attention_pairs": int((lengths * (lengths + 1) // 2).sum()),
+        "attention_pairs": int(attention_pairs(lengths).sum()),
     }
     figures["bucket"] = int(
         layout.buckets(np.array([figures["attention_pairs"]]), np.array([figures["max_seqlen"]]))[0]
@@ -306,7 +307,9 @@ def _index_problems(row: dict[str, Any], entries: dict[str, np.ndarray], number:
             yield f"{name} is {values[number]}; counted {figures[name]}"
 
 
-def _check_documents(file: str, segments: list[tuple[np.ndarray, np.ndarray, np.ndarray]], report: Report) -> None:
+def _check_documents(
+    file: str, segments: list[tuple[np.ndarray, np.ndarray, np.ndarray]], report: VerifyReport
+) -> None:
     """F12: the segments of one document never overlap, so no token of it is there twice."""
     if not segments:
         return

@@ -23,7 +23,7 @@ Spent = Callable[[str, float], None]  # takes the name of a stage and seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class PackedRows:
     """The packs of one window, flat.
 
     Row r holds tokens `token_offsets[r]:token_offsets[r+1]` and segments `segment_offsets[r]:segment_offsets[r+1]`.
@@ -174,7 +174,7 @@ def write_shard(
     layout: Layout,
     plan_id: str,
     window: int,
-    rows: Rows,
+    rows: PackedRows,
     batch_tokens: int = BATCH_TOKENS,
     spent: Spent = lambda *_: None,
 ) -> dict[str, Any]:

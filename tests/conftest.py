@@ -17,7 +17,7 @@ from shards.manifest import commit, empty_counts, length_histogram, sidecar_name
 from shards.plan import plan_id
 from shards.publish import LocalStore, canonical, seal
 from shards.schema import FORMAT, VERSION, layout_of
-from shards.writer import Rows, encode_index, write_shard
+from shards.writer import PackedRows, encode_index, write_shard
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -146,7 +146,7 @@ WriteDataset = Callable[..., Path]
 Packs = list[list[int]]  # lengths of the segments of each pack
 
 
-def rows_from(packs: Packs, ids: np.ndarray, mask: np.ndarray, window: int, layout: Any) -> Rows:
+def rows_from(packs: Packs, ids: np.ndarray, mask: np.ndarray, window: int, layout: Any) -> PackedRows:
     """Lay out segments of the given lengths; every segment is a document of its own."""
     segments = np.array([n for pack in packs for n in pack], np.int64)
     counts = np.array([len(pack) for pack in packs], np.int64)
@@ -156,7 +156,7 @@ def rows_from(packs: Packs, ids: np.ndarray, mask: np.ndarray, window: int, layo
     cu = [np.concatenate([[0], np.cumsum(pack)]) for pack in packs]
     targets = np.array([mask[a:b].sum() for a, b in pairwise(starts)], np.int64)
     per_pack = list(pairwise(segment_offsets))
-    return Rows(
+    return PackedRows(
         token_offsets=starts[segment_offsets],
         segment_offsets=segment_offsets,
         input_ids=ids.astype(layout.token_type.to_pandas_dtype()),

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shards.reader import Pack
+
 IGNORED = -100
 Batch = dict[str, Any]
-Pack = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def next_power_of_two(value: int) -> int:

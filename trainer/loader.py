@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from shards import Dataset, PackError
+from shards.cost import PAD_MULTIPLE, attention_pairs, padded_length
+from shards.errors import OptionError
 from shards.order import StepOrder
-from shards.schema import PAD_MULTIPLE
 from trainer.batch import Batch, HostBuffers, Shape
 
 Note = TypeVar("Note")
@@ -92,25 +93,27 @@ class PackLoader:
         window: int | None = None,
     ) -> None:
         if world_size < 1:
-            raise PackError(f"world_size: {world_size}; expected at least 1.")
+            raise OptionError("world_size", f"{world_size}; expected at least 1.")
         if not 0 <= rank < world_size:
-            raise PackError(f"rank: {rank}; expected 0 to {world_size - 1}, since world_size is {world_size}.")
+            raise OptionError("rank", f"{rank}; expected 0 to {world_size - 1}, since world_size is {world_size}.")
         if packs_per_step is not None and packs_per_step < 1:
-            raise PackError(f"--packs-per-step: {packs_per_step}; expected at least 1.")
+            raise OptionError("packs_per_step", f"{packs_per_step}; expected at least 1.")
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
         self.device, self.weighting, self.window = torch.device(device), weighting, window
         self.tokens_per_batch = dataset.seq_len if tokens_per_batch is None else tokens_per_batch
         self.static_shapes = static_shapes
         if self.tokens_per_batch < dataset.seq_len:
-            raise PackError(
-                f"--tokens-per-batch: {self.tokens_per_batch}; expected at least one pack of {dataset.seq_len} tokens."
+            raise OptionError(
+                "tokens_per_batch",
+                f"{self.tokens_per_batch}; expected at least one pack of {dataset.seq_len} tokens.",
             )
         smallest = self.tokens_per_batch // dataset.seq_len * world_size
         self.packs_per_step = smallest if packs_per_step is None else packs_per_step
         if self.packs_per_step % smallest:
-            raise PackError(
-                f"--packs-per-step: {self.packs_per_step}; expected a multiple of {smallest} "
-                f"(packs in a micro-batch: {smallest // world_size}, processes: {world_size})."
+            raise OptionError(
+                "packs_per_step",
+                f"{self.packs_per_step}; expected a multiple of {smallest} "
+                f"(packs in a micro-batch: {smallest // world_size}, processes: {world_size}).",
             )
         self.batches_per_step = self.packs_per_step // smallest  # of this process
         self.steps_taken = 0
@@ -124,7 +127,7 @@ class PackLoader:
             dataset.index,
             packs_per_step=self.packs_per_step,
             packs_per_batch=self.tokens_per_batch // dataset.seq_len,
-            padded_len=padded_lengths(dataset) if bucketed else None,
+            padded_len=padded_length(dataset.index.max_seqlen, dataset.seq_len) if bucketed else None,
             tokens_per_batch=self.tokens_per_batch,
             sources=dataset.sources,
             **chosen,
@@ -232,7 +235,7 @@ def whole_dataset(
     Processes that come out short get a pack without targets (~id), so that their collectives match the others'.
     """
     if dataset.packer == "bucketed":
-        padded = padded_lengths(dataset)
+        padded = padded_length(dataset.index.max_seqlen, dataset.seq_len)
         order = np.argsort(padded, kind="stable")
         groups = np.split(order, np.flatnonzero(np.diff(padded[order])) + 1)
         batches = [rows for group in groups for rows in _cut(group, tokens_per_batch // int(padded[group[0]]))]
@@ -244,12 +247,6 @@ def whole_dataset(
 
 def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
-
-
-def padded_lengths(dataset: Dataset) -> np.ndarray:
-    """Return the length to which a bucketed dataset's rows are padded; int64 (num_packs,)."""
-    multiples = -(-dataset.index.max_seqlen.astype(np.int64) // PAD_MULTIPLE)
-    return np.minimum(multiples * PAD_MULTIPLE, dataset.seq_len)
 
 
 def feed(
@@ -304,7 +301,7 @@ class _Filler:
     def __init__(self, dataset: Dataset, tokens_per_batch: int, static_shapes: bool, window: int | None) -> None:
         self.dataset, self.window = dataset, window
         self.capacity = tokens_per_batch
-        self.padded = padded_lengths(dataset) if dataset.packer == "bucketed" else None
+        self.padded = padded_length(dataset.index.max_seqlen, dataset.seq_len) if dataset.packer == "bucketed" else None
         self.fill_to = tokens_per_batch // dataset.seq_len * dataset.seq_len if static_shapes else None
         self.longest = int(dataset.index.max_seqlen.max())
 
@@ -327,17 +324,11 @@ class _Filler:
         index = self.dataset.index
         buffers.fill(packs, int(index.max_seqlen[ids].max()), shape, masked)
         pairs = int(index.attention_pairs[ids].sum())
+        lengths = np.concatenate([np.diff(pack.cu_seqlens) for pack in packs])
         figures = {
             "num_tokens": int(index.num_tokens[ids].sum()),
             "num_targets": int(index.num_targets[rows[~masked]].sum()),
             "attention_pairs": pairs,
-            "window_pairs": pairs if self.window is None else sum(window_pairs(cu, self.window) for *_, cu in packs),
+            "window_pairs": int(attention_pairs(lengths, self.window).sum()),
         }
         return figures, 1 if self.padded is None else len(packs)
-
-
-def window_pairs(cu_seqlens: np.ndarray, window: int) -> int:
-    """Count the attention pairs of segments when each token sees at most `window` tokens, itself counted."""
-    lengths = np.diff(cu_seqlens).astype(np.int64)
-    inside = np.minimum(lengths, window)
-    return int((inside * (inside + 1) // 2 + (lengths - inside) * window).sum())

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import nn
 
+from shards.cost import ModelCost
 from shards.errors import PackError
 from trainer.config import TrainConfig
 from trainer.model.loss import unwrap
@@ -36,25 +36,7 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cost:
-    """FLOPs of one training step of a model."""
-
-    per_token: float
-    "Matrix products of forward and backward, for each token."
-    per_pair: float
-    "The same for each attention pair, over all layers that see the whole segment."
-    per_window_pair: float
-    "The same over the layers with a sliding window."
-    window: int | None
-    "Size of that window, in tokens."
-
-    def flops(self, tokens: float, pairs: float, window_pairs: float) -> float:
-        """Return the FLOPs of a step with these sums over its segments."""
-        return self.per_token * tokens + self.per_pair * pairs + self.per_window_pair * window_pairs
-
-
-def cost_of(model: nn.Module) -> Cost:
+def cost_of(model: nn.Module) -> ModelCost:
     """Read the cost of a transformers model from its parameters and configuration."""
     base = unwrap(model)
     config = base.config.get_text_config()
@@ -74,7 +56,12 @@ def cost_of(model: nn.Module) -> Cost:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     sliding = sum(kind == "sliding_attention" for kind in kinds) if window else 0
     per_layer = 12.0 * heads * head_dim
-    return Cost(per_token, per_layer * (layers - sliding), per_layer * sliding, window if sliding else None)
+    return ModelCost(
+        per_token=per_token,
+        per_pair=per_layer * (layers - sliding),
+        per_window_pair=per_layer * sliding,
+        sliding_window=window if sliding else None,
+    )
 
 
 def peak_flops(device: torch.device) -> float | None:

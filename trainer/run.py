@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from shards import Dataset, PackError
+from shards.cost import ModelCost
 from shards.errors import counted
 from trainer.checkpoint import Checkpoints
 from trainer.checks import check_datasets, check_fit
 from trainer.config import TrainConfig, flag
 from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
-from trainer.metrics import Cost, Metrics, check_outputs, cost_of, last_step
+from trainer.metrics import Metrics, check_outputs, cost_of, last_step
 from trainer.model.adapters import add_adapters, freeze
 from trainer.model.loading import checkpoint_activations, load_model
 from trainer.model.loss import PackedLM
@@ -51,7 +52,7 @@ class Run:
     loader: PackLoader
     checkpoints: Checkpoints
     metrics: Metrics
-    cost: Cost
+    cost: ModelCost
     num_steps: int
     step: int = 0
     loss: float = math.nan
@@ -122,7 +123,7 @@ def set_up(config: TrainConfig, world: World) -> Run:
     elif world.is_main:
         _claim(out, config)
     lm, cost, notes = _model(config, world, [dataset, held_out] if held_out is not None else [dataset])
-    loader.window = cost.window
+    loader.window = cost.sliding_window
     parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
     optimizer = build_optimizer(lm.model, config)
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
@@ -192,7 +193,7 @@ def _refuse_lost(out: Path) -> None:
         )
 
 
-def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[PackedLM, Cost, list[str]]:
+def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[PackedLM, ModelCost, list[str]]:
     """Load the model, hold it against the datasets (the first is trained on), and prepare it as asked."""
     torch.manual_seed(config.seed)  # the same first weights on every process
     # frozen weights need no fp32 copy to learn in

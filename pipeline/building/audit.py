@@ -22,10 +22,10 @@ from pipeline.sources.reader import WindowReader
 from shards.errors import counted
 from shards.plan import Plan
 from shards.reader import Dataset
-from shards.verification import Report
+from shards.verification import VerifyReport
 
 
-def compare_with_sources(path: str, specs: tuple[str, ...], report: Report) -> None:
+def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> None:
     """Look for every document of the sources in a dataset, and add what is wrong to `report`.
 
     Args:

@@ -234,7 +234,7 @@ def _outcome(sample: Sample, seq_len: int, packer: str, shape: ModelShape) -> np
     bins = PACKERS["next-fit" if packer == "wrapped" else packer](segments.length, seq_len)
     values, counts = np.unique(segments.length, return_counts=True)
     rows = Rows(values.astype(np.float64), counts.astype(np.float64))
-    flops = shape.flops(*(bucketed(rows, seq_len) if packer == "bucketed" else rows))
+    flops = shape.cost.flops_of(*(bucketed(rows, seq_len) if packer == "bucketed" else rows))
     split = int((np.bincount(segments.document) > 1).sum()) if packer == "wrapped" else int((lengths > seq_len).sum())
     kept = int(segments.length.sum(dtype=np.int64))
     return np.array([bins.num_bins, kept, lengths.sum(), flops, len(lengths), split], np.float64) * sample.scale

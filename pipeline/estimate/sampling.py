@@ -18,10 +18,10 @@ from pipeline.sources.discovery import Slice, Source, cut_windows, enumerate_str
 from pipeline.sources.reader import Rejected, WindowReader
 from pipeline.sources.streams import stream_parts
 from shards.errors import PackError
+from shards.reader import Pack
 
 CHUNK_BYTES = 256 << 10
 Place = tuple[int, tuple[Slice, ...] | int]  # number of the source, and slices or the number of a streamed file
-Pack = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def sample_documents(
@@ -93,7 +93,7 @@ def alone(ids: np.ndarray) -> Pack:
     """Return a document of plain text as a row of its own: every token but the first is a target."""
     mask = np.ones(len(ids), np.uint8)
     mask[0] = 0
-    return ids, np.arange(len(ids), dtype=np.int32), mask, np.array([0, len(ids)], np.int32)
+    return Pack(ids, np.arange(len(ids), dtype=np.int32), mask, np.array([0, len(ids)], np.int32))
 
 
 def pack_rows(segments: list[Pack], seq_len: int, seed: int) -> list[Pack]:
@@ -104,6 +104,6 @@ def pack_rows(segments: list[Pack], seq_len: int, seed: int) -> list[Pack]:
     for members in np.split(bins.order, bins.offsets[1:-1]):
         columns = list(zip(*(segments[i] for i in members), strict=True))
         ids, positions, mask = (np.concatenate(column) for column in columns[:3])
-        packs.append((ids, positions, mask, np.cumsum([0, *lengths[members]], dtype=np.int32)))
+        packs.append(Pack(ids, positions, mask, np.cumsum([0, *lengths[members]], dtype=np.int32)))
     random.Random(seed).shuffle(packs)
     return packs

@@ -17,8 +17,8 @@ import numpy as np
 from numba import njit
 
 from pipeline.packing.patterns import Plan, fill_exactly, fill_longest, join
+from shards.cost import PAD_MULTIPLE
 from shards.errors import PackError, SegmentTooLongError
-from shards.schema import PAD_MULTIPLE
 
 NO_LIMIT = 1 << 40
 BLOCK = 64  # bins written at a time

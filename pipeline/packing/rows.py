@@ -1,8 +1,8 @@
 """Copy the tokens of one window from document order into pack order, in one pass over memory.
 
-Input: the window's documents, flat; the segments cut from them; the bins. Output: `shards.writer.Rows`. Ids, positions,
-mask, boundaries and every per-row figure are written while a segment's tokens are in cache. Compiled by numba, about
-5 ns a token; a mask is always stored, so plain text and conversations take the same path.
+Input: the window's documents, flat; the segments cut from them; the bins. Output: `shards.writer.PackedRows`. Ids,
+positions, mask, boundaries and every per-row figure are written while a segment's tokens are in cache. Compiled by
+numba, about 5 ns a token; a mask is always stored, so plain text and conversations take the same path.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from pipeline.packing.cutting import Segments
 from pipeline.packing.packers import Bins
 from shards.errors import PackError
 from shards.schema import Layout
-from shards.writer import Rows
+from shards.writer import PackedRows
 
 
 class WindowTokens(NamedTuple):
@@ -34,7 +34,7 @@ class WindowTokens(NamedTuple):
     "int64 (num_documents + 1,): where each document's turns start in `turn_ends`"
 
 
-def gather(documents: WindowTokens, segments: Segments, bins: Bins, layout: Layout) -> Rows:
+def gather(documents: WindowTokens, segments: Segments, bins: Bins, layout: Layout) -> PackedRows:
     """Return the packs of a window.
 
     Args:
@@ -58,7 +58,7 @@ def gather(documents: WindowTokens, segments: Segments, bins: Bins, layout: Layo
     token_ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     num_tokens, num_rows = int(token_ends[-1]), len(segment_offsets) - 1
     document = segments.document[order]
-    rows = Rows(
+    rows = PackedRows(
         token_offsets=token_ends[segment_offsets],
         segment_offsets=segment_offsets,
         input_ids=np.empty(num_tokens, layout.token_type.to_pandas_dtype()),

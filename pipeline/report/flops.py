@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from shards.cost import ModelCost
 from shards.errors import ModelError, quiet_hub, reason_of
 
 
@@ -36,13 +35,16 @@ class ModelShape:
     max_positions: int | None = None
     "Longest segment that the model takes; None where nothing limits it."
 
-    def flops(self, lengths: np.ndarray, rows: np.ndarray) -> float:
-        """Return the training FLOPs of `rows[i]` attention rows of `lengths[i]` tokens each; both float64 (n,)."""
-        slots = float(np.dot(lengths, rows))
-        full = float(np.dot(attention_pairs(lengths), rows))
-        sliding = float(np.dot(attention_pairs(lengths, self.window), rows)) if self.sliding_layers else 0.0
+    @property
+    def cost(self) -> ModelCost:
+        """What tokens and attention pairs cost."""
         pair = 12.0 * self.attention_width
-        return 6.0 * self.weights * slots + pair * (self.full_layers * full + self.sliding_layers * sliding)
+        return ModelCost(
+            per_token=6.0 * self.weights,
+            per_pair=pair * self.full_layers,
+            per_window_pair=pair * self.sliding_layers,
+            sliding_window=self.window if self.sliding_layers else None,
+        )
 
 
 # 16 layers of width 2048: the size at which people fine-tune on one GPU
@@ -51,15 +53,6 @@ DEFAULT_SHAPE = ModelShape(
 )
 # models whose feed-forward part has two matrices, not three
 UNGATED = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "falcon", "bloom", "starcoder2"}
-
-
-def attention_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Return the causal (query, key) pairs inside rows of the given lengths, float64, at most `window` keys a query."""
-    lengths = np.asarray(lengths, np.float64)
-    if window is None:
-        return np.asarray(lengths * (lengths + 1) / 2)
-    inside = np.minimum(lengths, window)
-    return np.asarray(inside * (inside + 1) / 2 + (lengths - inside) * window)
 
 
 def load_shape(name: str) -> ModelShape:

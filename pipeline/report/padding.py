@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.report.flops import ModelShape, attention_pairs
-from shards.schema import PAD_MULTIPLE
+from pipeline.report.flops import ModelShape
+from shards.cost import attention_pairs, padded_length
 
 BATCH = 16  # rows of a padded batch, as people run them
 
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 def bucketed(segments: Rows, seq_len: int) -> Rows:
     """Pad every segment to the next multiple that a bucketed dataset groups its rows by."""
-    return Rows(np.minimum(np.ceil(segments.lengths / PAD_MULTIPLE) * PAD_MULTIPLE, seq_len), segments.rows)
+    return Rows(padded_length(np.ceil(segments.lengths), seq_len).astype(np.float64), segments.rows)
 
 
 def pad_to_max(segments: Rows, seq_len: int) -> Rows:
@@ -95,7 +95,7 @@ def compare(segments: Rows, seq_len: int, shape: ModelShape, packer: str = "auto
     """
     own = packer if packer in ("bucketed", "unpacked") else "packed"
     as_it_is = bucketed(segments, seq_len) if packer == "bucketed" else segments
-    cost = shape.flops(*as_it_is)
+    cost = shape.cost.flops_of(*as_it_is)
     ways = {own: as_it_is} | {name: feed(segments, seq_len) for name, feed in FEEDINGS.items() if cost}
     return [
         {
@@ -103,7 +103,7 @@ def compare(segments: Rows, seq_len: int, shape: ModelShape, packer: str = "auto
             "slots": round(rows.slots),
             "padding": 1.0 - segments.slots / rows.slots if rows.slots else 0.0,
             "attention_pairs": round(rows.pairs),
-            "relative_cost": shape.flops(*rows) / cost if cost else 1.0,
+            "relative_cost": shape.cost.flops_of(*rows) / cost if cost else 1.0,
         }
         for name, rows in ways.items()
     ]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from shards.cost import ModelCost, attention_pairs
 from trainer.bench.external import Flattened
 from trainer.bench.strategies import Cannot, Sizes, StepPacks, Strategy, make_strategies
 from trainer.bench.timing import Bench, Figures, Work, disagreements, summarize
-from trainer.loader import window_pairs
-from trainer.metrics import Cost, cost_of, peak_flops
+from trainer.metrics import cost_of, peak_flops
 from trainer.model.loading import LoadedModel
 
 BASELINE = "padded-longest"
@@ -76,13 +76,13 @@ def contest(
     }  # fmt: skip
 
 
-def count(steps: Sequence[StepPacks], cost: Cost) -> Work:
+def count(steps: Sequence[StepPacks], cost: ModelCost) -> Work:
     """Count what each step holds: real tokens, targets, and the FLOPs of tokens and attention pairs."""
     work = Work(steps=list(steps), tokens=[], targets=[], flops=[])
     for step in steps:
         lengths = np.array([len(ids) for ids, *_ in step.documents], np.int64)
-        pairs = int((lengths * (lengths + 1) // 2).sum())
-        windowed = pairs if cost.window is None else sum(window_pairs(cu, cost.window) for *_, cu in step.documents)
+        pairs = int(attention_pairs(lengths).sum())
+        windowed = int(attention_pairs(lengths, cost.sliding_window).sum())
         work.tokens.append(int(lengths.sum()))
         work.targets.append(max(1, sum(int(mask.sum()) for _, _, mask, _ in step.documents)))
         work.flops.append(cost.flops(work.tokens[-1], pairs, windowed))

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainer.batch import IGNORED, Batch, Pack
+from shards.reader import Pack
+from trainer.batch import IGNORED, Batch
 from trainer.bench.strategies import Sizes, StepPacks, chunks, native_attention, split
 from trainer.model.loading import LoadedModel
 

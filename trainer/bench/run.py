@@ -21,7 +21,7 @@ from pipeline.documents.encoder import Encoder
 from pipeline.estimate.sampling import pack_rows, sample_documents
 from pipeline.sources.discovery import resolve_specs
 from shards import Dataset, PackError
-from trainer.batch import Pack
+from shards.reader import Pack
 from trainer.bench.compare import COMPUTED, contest
 from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, check_names, split
 from trainer.bench.view import show as show

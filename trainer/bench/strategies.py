@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from shards.errors import ModelError, PackError
-from trainer.batch import Batch, HostBuffers, Pack, Shape
+from shards.reader import Pack
+from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.attention import ATTENTION_BACKENDS, IMPLEMENTATION, pick_backend
 from trainer.model.loading import LoadedModel
 from trainer.model.loss import PackedLM
@@ -188,7 +189,7 @@ def split(row: Pack) -> list[Pack]:
     """Return the segments of a row as rows of their own; views."""
     ids, positions, mask, cu = row
     return [
-        (ids[a:b], positions[a:b], mask[a:b], np.array([0, b - a], np.int32))
+        Pack(ids[a:b], positions[a:b], mask[a:b], np.array([0, b - a], np.int32))
         for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)
     ]
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline import BuildConfig, RecordOptions, build
 from pipeline.cli import main
 from shards import Dataset
+from shards.cost import padded_length
 from trainer import PackLoader
-from trainer.loader import padded_lengths
 
 from_questions = RecordOptions(kind="instruction", prompt_field="prompt", completion_field="completion")
 
@@ -49,7 +49,7 @@ def test_a_model_that_builds_its_own_masks_trains_right(bucketed, tmp_path):
     dataset = Dataset(bucketed)
     total = targets = 0
     rows = PackLoader(dataset, tokens_per_batch=1024, packs_per_step=6).packs_of(0)
-    assert len(set(padded_lengths(dataset)[rows])) > 1
+    assert len(set(padded_length(dataset.index.max_seqlen, dataset.seq_len)[rows])) > 1
     with torch.no_grad():
         for row in rows.tolist():
             ids = torch.from_numpy(dataset[row]["input_ids"].astype("int64"))

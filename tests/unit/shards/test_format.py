@@ -14,11 +14,11 @@ from shards.manifest import LENGTH_EDGES, add_counts, imbalance, length_histogra
 from shards.plan import differences, plan_id
 from shards.publish import LocalStore, seal, unseal
 from shards.reader import Shard
-from shards.schema import Layout, positions_of
-from shards.writer import Rows, write_shard
+from shards.schema import Layout, position_ids_of
+from shards.writer import PackedRows, write_shard
 
 
-def make_rows(lengths_by_row: list[list[int]], layout: Layout, seed: int = 0) -> Rows:
+def make_rows(lengths_by_row: list[list[int]], layout: Layout, seed: int = 0) -> PackedRows:
     rng = np.random.default_rng(seed)
     tokens = sum(map(sum, lengths_by_row))
     ids = rng.integers(0, layout.max_token_id + 1, tokens)
@@ -28,7 +28,7 @@ def make_rows(lengths_by_row: list[list[int]], layout: Layout, seed: int = 0) ->
     for row, start in zip(cu, starts, strict=False):
         mask[start + row[:-1]] = 0
     segments = [len(row) for row in lengths_by_row]
-    return Rows(
+    return PackedRows(
         token_offsets=starts.astype(np.int64),
         segment_offsets=np.concatenate([[0], np.cumsum(segments)]).astype(np.int64),
         input_ids=ids.astype(layout.token_type.to_pandas_dtype()),
@@ -130,7 +130,7 @@ def test_cost_buckets_are_quarter_octaves_of_attention_pairs():
 
 
 def test_positions_follow_from_boundaries():
-    assert positions_of(np.array([0, 3, 5, 9], np.int32)).tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    assert position_ids_of(np.array([0, 3, 5, 9], np.int32)).tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
 
 
 def test_length_classes_are_exact_when_short_and_narrow_when_long():

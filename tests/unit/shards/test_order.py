@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from shards.cost import pack_costs
 from shards.errors import PackError
-from shards.order import StepOrder, deal, pack_costs, straggler_factor
+from shards.order import StepOrder, balance, straggler_factor
 
 
 def index_of(num_packs=103, seed=0, tokens=None):
@@ -92,34 +93,34 @@ def test_cost_grouped_steps_hold_neighbours_in_cost_and_come_shuffled():
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3
 
 
-def test_heavy_and_light_packs_are_dealt_to_every_rank():
+def test_heavy_and_light_packs_are_balanced_to_every_rank():
     # four packs of 4,096 tokens: two hold one document, two hold eight of 512
     pairs = np.array([4096 * 4097 // 2, 4096 * 4097 // 2, 8 * 512 * 513 // 2, 8 * 512 * 513 // 2])
     costs = pack_costs(np.full(4, 4096), pairs)
-    dealt = deal(costs, 2, 2)
-    assert dealt.shape == (2, 2, 1)
-    assert {tuple(sorted(rank.ravel() // 2)) for rank in dealt} == {(0, 1)}
+    balanced = balance(costs, 2, 2)
+    assert balanced.shape == (2, 2, 1)
+    assert {tuple(sorted(rank.ravel() // 2)) for rank in balanced} == {(0, 1)}
 
 
 @pytest.mark.parametrize(("world_size", "micro_batches", "k"), [(1, 1, 1), (3, 4, 1), (4, 2, 3), (8, 1, 2), (1, 5, 2)])
 def test_the_deal_fills_every_slot_once_and_evens_out_cost(world_size, micro_batches, k):
     rng = np.random.default_rng(0)
     costs = rng.lognormal(0, 0.5, (20, world_size * micro_batches * k))
-    dealt = deal(costs, world_size, micro_batches, k)
-    assert dealt.shape == (20, world_size, micro_batches, k)
-    assert (np.sort(dealt.reshape(20, -1)) == np.arange(costs.shape[1])).all()
-    for step in range(20):  # a step alone is dealt as it is among others
-        assert np.array_equal(deal(costs[step], world_size, micro_batches, k), dealt[step])
+    balanced = balance(costs, world_size, micro_batches, k)
+    assert balanced.shape == (20, world_size, micro_batches, k)
+    assert (np.sort(balanced.reshape(20, -1)) == np.arange(costs.shape[1])).all()
+    for step in range(20):  # a step alone is balanced as it is among others
+        assert np.array_equal(balance(costs[step], world_size, micro_batches, k), balanced[step])
 
     def factor(slots):
         work = np.take_along_axis(costs, slots.reshape(20, -1), 1).reshape(20, world_size, -1).sum(-1)
         return (work.max(-1) / work.mean(-1)).mean()
 
-    assert straggler_factor(costs, world_size, k) == pytest.approx(factor(dealt))
+    assert straggler_factor(costs, world_size, k) == pytest.approx(factor(balanced))
     as_they_come = np.broadcast_to(np.arange(costs.shape[1]), costs.shape)
-    assert factor(dealt) <= factor(as_they_come)
+    assert factor(balanced) <= factor(as_they_come)
     if micro_batches * k >= 4 and world_size > 1:
-        assert factor(dealt) - 1 < 0.35 * (factor(as_they_come) - 1)
+        assert factor(balanced) - 1 < 0.35 * (factor(as_they_come) - 1)
 
 
 def lognormal_packs(num_packs=20_000, seq_len=8192):
@@ -254,15 +255,15 @@ def test_a_source_goes_on_in_the_next_epoch_where_it_stopped():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "sorted"}, "--order: 'sorted'; expected one of shuffled, cost-grouped"),
-        ({"last_step": "keep"}, "--last-step: 'keep'; expected one of drop, pad"),
-        ({"packs_per_step": 9, "packs_per_batch": 2}, "--packs-per-step: 9; expected a multiple of 2"),
+        ({"order": "sorted"}, "order: 'sorted'; expected one of shuffled, cost-grouped"),
+        ({"last_step": "keep"}, "last_step: 'keep'; expected one of drop, pad"),
+        ({"packs_per_step": 9, "packs_per_batch": 2}, "packs_per_step: 9; expected a multiple of 2"),
         ({"packs_per_step": 200}, "a step takes 200 packs, an epoch has 103"),
         ({"mix": (("books", 1),), "sources": SOURCES}, "books=1; expected one of the sources web, code, law"),
         ({"mix": (("web", 0),), "sources": SOURCES}, "web=0; expected a finite weight above 0"),
         ({"mix": (("web", float("nan")),), "sources": SOURCES}, "web=nan; expected a finite weight above 0"),
-        ({"mix": (("web", 1),), "sources": SOURCES, "order": "cost-grouped"}, "--mix: gives one sequence"),
-        ({"mix": (("web", 1),), "sources": SOURCES, "mix_by": "lines"}, "--mix-by: 'lines'; expected one of tokens"),
+        ({"mix": (("web", 1),), "sources": SOURCES, "order": "cost-grouped"}, "mix: gives one sequence"),
+        ({"mix": (("web", 1),), "sources": SOURCES, "mix_by": "lines"}, "mix_by: 'lines'; expected one of tokens"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(options, message):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from shards import Dataset, PackError
-from trainer.loader import PackLoader, feed, padded_lengths, whole_dataset, window_pairs
+from shards.cost import padded_length
+from trainer.loader import PackLoader, feed, whole_dataset
 from trainer.model.loading import load_model
 
 
@@ -169,9 +170,9 @@ def test_a_state_of_another_dataset_is_refused(dataset):
         ({"rank": -1, "world_size": 2}, "rank: -1; expected 0 to 1, since world_size is 2."),
         ({"rank": 2, "world_size": 2}, "rank: 2; expected 0 to 1, since world_size is 2."),
         ({"world_size": 0}, "world_size: 0; expected at least 1."),
-        ({"packs_per_step": 0}, "--packs-per-step: 0; expected at least 1."),
-        ({"packs_per_step": -4}, "--packs-per-step: -4; expected at least 1."),
-        ({"tokens_per_batch": 0}, "--tokens-per-batch: 0; expected at least one pack of 48 tokens."),
+        ({"packs_per_step": 0}, "packs_per_step: 0; expected at least 1."),
+        ({"packs_per_step": -4}, "packs_per_step: -4; expected at least 1."),
+        ({"tokens_per_batch": 0}, "tokens_per_batch: 0; expected at least one pack of 48 tokens."),
     ],
 )
 def test_ranks_and_sizes_that_cannot_be_are_refused(dataset, fields, message):
@@ -232,7 +233,7 @@ def test_static_shapes_are_one_shape(dataset):
 
 def test_bucketed_rows_are_rectangles_of_one_length(make_dataset, documents):
     dataset = make_dataset({"main": documents(80, 200, seed=5)}, 256, "bucketed")
-    lengths = padded_lengths(dataset)
+    lengths = padded_length(dataset.index.max_seqlen, dataset.seq_len)
     assert lengths.tolist() == [dataset[i]["bucket"] for i in range(len(dataset))]
     loader = PackLoader(dataset, tokens_per_batch=512, packs_per_step=4)
     shapes = Counter()
@@ -279,9 +280,3 @@ def test_a_fault_in_the_thread_reaches_the_loop(dataset, monkeypatch):
     with pytest.raises(PackError, match="shard 3 is gone"):
         for _ in batches:
             pass
-
-
-def test_pairs_inside_a_window_by_definition():
-    cu = np.array([0, 3, 10, 11])
-    expected = sum(min(i + 1, 4) for n in (3, 7, 1) for i in range(n))
-    assert window_pairs(cu, 4) == expected

@@ -433,14 +433,14 @@ def test_the_cost_of_a_model_by_hand(model_config):
     layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24  # q, k and v of one grouped head, o, feed-forward
     assert cost.per_token == 6 * (2 * layer + 16 * 97)  # the embedding is a lookup, the head is not
     assert cost.per_pair == 2 * 12 * 2 * 8
-    assert cost.window is None
+    assert cost.sliding_window is None
     tied = cost_of(load_model(model_config(tie_word_embeddings=True)).model)
     assert tied.per_token == cost.per_token
 
 
 def test_the_cost_of_a_window_is_counted_inside_it(model_config):
     cost = cost_of(load_model(model_config("mistral-window")).model)
-    assert (cost.window, cost.per_pair, cost.per_window_pair) == (5, 0, 2 * 12 * 2 * 8)
+    assert (cost.sliding_window, cost.per_pair, cost.per_window_pair) == (5, 0, 2 * 12 * 2 * 8)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo hides it, unless it is an error

@@ -2,8 +2,9 @@
 
 import json
 
+from shards.cost import ModelCost
 from trainer.config import TrainConfig
-from trainer.metrics import Cost, Metrics
+from trainer.metrics import Metrics
 
 LINE = {
     "step": 3, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.0, "data_wait": 0.005,
@@ -73,5 +74,5 @@ def test_without_progress_there_are_only_the_notes(tmp_path, capsys):
 
 
 def test_flops_of_a_step_by_hand():
-    cost = Cost(per_token=10.0, per_pair=3.0, per_window_pair=2.0, window=4)
+    cost = ModelCost(per_token=10.0, per_pair=3.0, per_window_pair=2.0, sliding_window=4)
     assert cost.flops(7, 5, 4) == 70 + 15 + 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.report.dataset import inspect, summary_lines
-from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, attention_pairs, shape_of
+from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, shape_of
 from pipeline.report.padding import BATCH, FEEDINGS, Rows, compare
 from shards import Dataset, PackError
 
@@ -159,11 +159,6 @@ def test_random_batches_cost_what_shuffling_gives_on_average():
     assert rows.rows.sum() == pytest.approx(40)
     slots = [sum(max(batch) * len(batch) for batch in batches(rng.permutation(lengths))) for _ in range(3000)]
     assert rows.slots == pytest.approx(np.mean(slots), abs=5 * np.std(slots) / np.sqrt(len(slots)))
-
-
-def test_sliding_windows_count_the_pairs_inside_them():
-    by_hand = [sum(min(position + 1, 4) for position in range(n)) for n in (1, 4, 9)]
-    assert attention_pairs(np.array([1, 4, 9]), 4).tolist() == by_hand
 
 
 LLAMA = {
