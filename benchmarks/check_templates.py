@@ -19,7 +19,7 @@ import orjson
 
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
-from pipeline.documents.make import make_documents
+from pipeline.documents.make import DocumentMaker
 from pipeline.sources.reader import RecordBatch
 
 REASONS = {
@@ -76,10 +76,10 @@ def _taken(records: list[dict[str, Any]], encoder: Encoder, options: RecordOptio
     def reject(index: int, reason: str) -> None:
         causes[next((cause for words, cause in REASONS.items() if words in reason), "bad record")] += 1
 
-    documents, _ = make_documents(RecordBatch(records, np.arange(len(records)), 0, str, reject), encoder, options)
+    documents, _ = DocumentMaker(encoder, options).make(RecordBatch(records, np.arange(len(records)), 0, str, reject))
     total = len(records)
     why = "".join(f"; {number:,} {cause}" for cause, number in causes.most_common())
-    return f"all {total:,}" if not causes else f"{len(documents.indices):,} of {total:,}{why}"
+    return f"all {total:,}" if not causes else f"{len(documents.doc_ids):,} of {total:,}{why}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import numpy as np
 
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import WindowTokens, gather
+from pipeline.packing.rows import gather
+from pipeline.tokens import Documents
 from shards import Dataset
 from shards.manifest import commit, empty_counts, length_histogram
 from shards.plan import plan_id
@@ -29,10 +30,11 @@ def write_dataset(path: Path, lengths: np.ndarray, seq_len: int, vocab_size: int
     store.put("plan.json", canonical(plan))
     windows = np.split(lengths, np.flatnonzero(np.diff(np.cumsum(lengths) // WINDOW_TOKENS)) + 1)
     for window, here in enumerate(windows):
-        tokens = WindowTokens(
-            rng.integers(0, vocab_size, here.sum(), dtype=np.int32), np.zeros(0, np.uint8),
-            np.concatenate([[0], np.cumsum(here)]), np.arange(len(here)) + (window << 32),
-        )  # fmt: skip
+        tokens = Documents(
+            rng.integers(0, vocab_size, here.sum(), dtype=np.int32),
+            np.concatenate([[0], np.cumsum(here)]),
+            np.arange(len(here)) + (window << 32),
+        )
         segments = cut(here.astype(np.int64), seq_len, "split")
         rows = gather(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
         sidecars.append(

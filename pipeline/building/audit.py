@@ -16,9 +16,10 @@ from pipeline.building.stages import Stages
 from pipeline.building.window import read_documents
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
-from pipeline.packing.rows import WindowTokens
+from pipeline.documents.make import DocumentMaker
 from pipeline.sources.discovery import Source, resolve_specs
 from pipeline.sources.reader import WindowReader
+from pipeline.tokens import Documents
 from shards.errors import counted
 from shards.plan import Plan
 from shards.reader import Dataset
@@ -52,6 +53,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
         special: Encoder(f"{path}/tokenizer", engine="tokenizers", parse_special=special)
         for special in {option.parse_special for option in options.values()}
     }
+    makers = [DocumentMaker(encoders[source.options.parse_special], source.options) for source in sources]
     starts = np.cumsum([0] + [shard["rows"] for shard in dataset.manifest["shards"]])
     documents = seen = 0
     for seen, task in enumerate(all_tasks(plan, sources), 1):
@@ -59,8 +61,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
             break
         source = sources[task.source]
         reader = WindowReader(source, task.slices, on_error="skip", payload=task.payload)
-        encoder = encoders[source.options.parse_special]
-        tokens, _ = read_documents(reader, encoder, task.window, Stages(), lambda *_: None)
+        tokens, _ = read_documents(reader, makers[task.source], task.window, Stages(), lambda *_: None)
         packs = range(starts[task.window], starts[task.window + 1])
         for where, what in _window_problems(dataset, packs, tokens, source, plan):
             report.add("F12", where, what)
@@ -74,7 +75,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
 
 
 def _window_problems(
-    dataset: Dataset, packs: range, tokens: WindowTokens, source: Source, plan: Plan
+    dataset: Dataset, packs: range, tokens: Documents, source: Source, plan: Plan
 ) -> Iterator[tuple[str, str]]:
     pieces: dict[int, list[tuple[int, Any, Any]]] = {}
     for number in packs:
@@ -86,7 +87,7 @@ def _window_problems(
     for number, document in enumerate(tokens.doc_ids.tolist()):
         begin, end = tokens.offsets[number : number + 2]
         ids = tokens.input_ids[begin:end]
-        mask = tokens.loss_mask[begin:end] if len(tokens.loss_mask) else np.ones(len(ids), np.uint8)
+        mask = tokens.mask_of(begin, end)
         wrong = _document_problem(pieces.pop(document, []), ids, mask, source.options, plan)
         if wrong:
             yield f"document {document} (window {document >> 32}, record {document & 0xFFFFFFFF})", wrong

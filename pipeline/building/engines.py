@@ -19,7 +19,9 @@ from typing import Any
 from pipeline.building.stages import Stages
 from pipeline.building.stores import open_store
 from pipeline.building.window import Job, Task, Tick, run_window
+from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
+from pipeline.documents.make import DocumentMaker
 from shards.errors import PackError
 from shards.publish import Store
 
@@ -30,21 +32,25 @@ _worker: "Worker | None" = None
 
 
 class Worker:
-    """What one process loads once: the store and the tokenizer."""
+    """What one process loads once: the store, the tokenizer, and what the records of each source share."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.store: Store = open_store(job.out)
         self.encoders: dict[bool, Encoder] = {}
+        self.makers: dict[RecordOptions, DocumentMaker] = {}
 
     def run(self, task: Task, tick: Tick) -> Record:
         """Build one window."""
-        special, stages = self.job.sources[task.source].options.parse_special, Stages()
+        options, stages = self.job.sources[task.source].options, Stages()
+        special = options.parse_special
         if special not in self.encoders:
             files, engine = self.job.tokenizer_files, self.job.tokenizer_engine
             with stages.time("load"):
                 self.encoders[special] = Encoder(files, engine=engine, parse_special=special)
-        return run_window(self.job, task, self.store, self.encoders[special], stages, tick)
+        if options not in self.makers:
+            self.makers[options] = DocumentMaker(self.encoders[special], options)
+        return run_window(self.job, task, self.store, self.makers[options], stages, tick)
 
 
 def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:

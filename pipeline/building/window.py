@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.building.stages import Stages
-from pipeline.documents.encoder import Encoder
-from pipeline.documents.make import Documents, make_documents
+from pipeline.documents.make import DocumentMaker
 from pipeline.packing.cutting import Segments, cut
 from pipeline.packing.packers import PACKERS, lower_bound
-from pipeline.packing.rows import WindowTokens, count_targets, gather
+from pipeline.packing.rows import count_targets, gather, mask_or_empty
 from pipeline.sources.discovery import Slice, Source
 from pipeline.sources.reader import RecordBatch, Rejected, WindowReader
+from pipeline.tokens import Documents, concatenate
 from shards.errors import PackError
 from shards.manifest import LONGEST, empty_counts, length_histogram, sidecar_name
 from shards.plan import Plan
@@ -62,14 +62,14 @@ class Job:
     on_error: str
 
 
-def run_window(job: Job, task: Task, store: Store, encoder: Encoder, stages: Stages, tick: Tick) -> dict[str, Any]:
+def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages: Stages, tick: Tick) -> dict[str, Any]:
     """Build, publish and commit one window.
 
     Args:
         job: What all windows share.
         task: This window.
         store: Where to publish.
-        encoder: The process's tokenizer.
+        maker: Makes the documents of this window's source, with the process's tokenizer.
         stages: Where the seconds of each stage are added.
         tick: Called as documents are done.
 
@@ -78,12 +78,13 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, stages: Sta
     """
     source = job.sources[task.source]
     reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
+    encoder = maker.encoder
     trusted = not encoder.guard_failed
     limit = job.plan["seq_len"]
-    documents, dropped = read_documents(reader, encoder, task.window, stages, tick, limit)
+    documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
     if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
         reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
-        documents, dropped = read_documents(reader, encoder, task.window, stages, tick, limit)
+        documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
     layout = layout_of(job.plan)
     packer = job.plan["packer"]
     counts = empty_counts()
@@ -97,7 +98,7 @@ def run_window(job: Job, task: Task, store: Store, encoder: Encoder, stages: Sta
     with stages.time("gather"):
         rows = gather(documents, segments, bins, layout)
     counts |= {"segments": len(segments.length), "packs": len(rows)}
-    lengths = np.diff(documents.offsets)
+    lengths = documents.lengths
     overlong = np.flatnonzero(lengths > layout.seq_len)
     longest = overlong[np.argsort(-lengths[overlong], kind="stable")[:LONGEST]]
     with stages.time("write"):
@@ -138,12 +139,12 @@ def _rejected(entry: Rejected, window: int) -> dict[str, Any]:
 
 def read_documents(
     reader: WindowReader,
-    encoder: Encoder,
+    maker: DocumentMaker,
     window: int,
     stages: Stages,
     tick: Tick,
     seq_len: int | None = None,
-) -> tuple[WindowTokens, dict[str, int]]:
+) -> tuple[Documents, dict[str, int]]:
     """Read and tokenize a window; return its documents, and how many records gave none, by reason.
 
     With `seq_len` and the policy "error", the first document longer than that raises PackError.
@@ -159,7 +160,7 @@ def read_documents(
         if batch is None:
             break
         with stages.time("tokenize"):
-            documents, drops = make_documents(batch, encoder, options)
+            documents, drops = maker.make(batch)
         if options.overlong_policy == "error" and seq_len is not None:
             _check_lengths(documents, batch, seq_len)
         for reason, number in drops.items():
@@ -169,34 +170,10 @@ def read_documents(
     if reader.rejected:
         dropped["rejected"] = len(reader.rejected)
     with stages.time("gather"):
-        return _join(parts, window), dropped
+        return concatenate(parts, window), dropped
 
 
-def _join(parts: list[Documents], window: int) -> WindowTokens:
-    """Concatenate batches; where any has a mask, those without one are all targets."""
-    masked = any(part.loss_mask is not None for part in parts)
-    masks = [np.ones(len(p.input_ids), np.uint8) if p.loss_mask is None else p.loss_mask for p in parts if masked]
-    turns = [(p.turn_ends, p.turn_offsets) for p in parts if p.turn_ends is not None and p.turn_offsets is not None]
-    return WindowTokens(
-        input_ids=_concatenate([part.input_ids for part in parts], np.int32),
-        loss_mask=_concatenate(masks, np.uint8),
-        offsets=_join_offsets([part.offsets for part in parts]),
-        doc_ids=_concatenate([part.indices for part in parts], np.int64) + (window << 32),
-        turn_ends=_concatenate([ends for ends, _ in turns], np.int64) if turns else None,
-        turn_offsets=_join_offsets([offsets for _, offsets in turns]) if turns else None,
-    )
-
-
-def _concatenate(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *arrays])
-
-
-def _join_offsets(parts: list[np.ndarray]) -> np.ndarray:
-    lengths = _concatenate([np.diff(part) for part in parts], np.int64)
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-
-
-def _segments(documents: WindowTokens, source: Source, plan: Plan, counts: dict[str, Any]) -> Segments:
+def _segments(documents: Documents, source: Source, plan: Plan, counts: dict[str, Any]) -> Segments:
     """Cut documents into segments, and enter into `counts` all that does not come through.
 
     A document leaves as a whole when it has no target (before or after cutting) or when the policy gives it no segment;
@@ -204,8 +181,9 @@ def _segments(documents: WindowTokens, source: Source, plan: Plan, counts: dict[
     """
     options, seq_len = source.options, plan["seq_len"]
     wrapped = plan["packer"]["name"] == "wrapped"
-    lengths, begins = np.diff(documents.offsets), documents.offsets[:-1]
-    targets = count_targets(documents.loss_mask, begins, lengths)
+    lengths, begins = documents.lengths, documents.offsets[:-1]
+    mask = mask_or_empty(documents)
+    targets = count_targets(mask, begins, lengths)
     wanted = (targets > 0) | options.keep_no_target
     chosen = np.flatnonzero(wanted)
     policy = "wrapped" if wrapped else options.overlong_policy
@@ -213,9 +191,7 @@ def _segments(documents: WindowTokens, source: Source, plan: Plan, counts: dict[
     pieces = cut(lengths[chosen], seq_len, policy, truncate_side=options.truncate_side, **turns)
     segments = Segments(chosen[pieces.document], pieces.start, pieces.length)
 
-    held = count_targets(
-        documents.loss_mask, begins[segments.document] + segments.start, segments.length.astype(np.int64)
-    )
+    held = count_targets(mask, begins[segments.document] + segments.start, segments.length.astype(np.int64))
     kept_targets = np.bincount(segments.document, held, len(lengths)).astype(np.int64)
     num_pieces = np.bincount(segments.document, minlength=len(lengths))
     alive = (num_pieces > 0) & ((kept_targets > 0) | options.keep_no_target | wrapped)
@@ -229,7 +205,7 @@ def _segments(documents: WindowTokens, source: Source, plan: Plan, counts: dict[
     cut_short = alive & (kept < lengths)
     inner = segments.start > 0
     firsts = begins[segments.document[inner]] + segments.start[inner]
-    boundary = int(documents.loss_mask[firsts].sum()) if len(documents.loss_mask) else len(firsts)
+    boundary = int(mask[firsts].sum()) if len(mask) else len(firsts)
     targets_packed, targets_read = int(held.sum()), int(targets.sum())
     lost = {name: int(targets[which].sum()) for name, which in (("overlong", overlong), ("no_target", no_target))}
     lost["boundary"] = boundary
@@ -257,22 +233,22 @@ def _some(counts: dict[str, int]) -> dict[str, int]:
     return {name: number for name, number in counts.items() if number}
 
 
-def _turns(documents: WindowTokens, chosen: np.ndarray) -> dict[str, np.ndarray]:
+def _turns(documents: Documents, chosen: np.ndarray) -> dict[str, np.ndarray]:
     """Return the turn ends of the chosen documents, as `cut` takes them."""
     assert documents.turn_ends is not None
     assert documents.turn_offsets is not None
     lengths = np.diff(documents.turn_offsets)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     ends = documents.turn_ends[np.isin(owner, chosen)]
-    return {"turn_ends": ends, "turn_offsets": _join_offsets([np.append(0, np.cumsum(lengths[chosen]))])}
+    return {"turn_ends": ends, "turn_offsets": np.append(0, np.cumsum(lengths[chosen]))}
 
 
 def _check_lengths(documents: Documents, batch: RecordBatch, seq_len: int) -> None:
     """Stop at the first document that is too long, where the user asked for that."""
-    lengths = np.diff(documents.offsets)
+    lengths = documents.lengths
     over = np.flatnonzero(lengths > seq_len)
     if len(over):
         raise PackError(
-            f"{batch.where(int(documents.indices[over[0]]))}: has {lengths[over[0]]:,} tokens; expected at most "
+            f"{batch.where(int(documents.doc_ids[over[0]]))}: has {lengths[over[0]]:,} tokens; expected at most "
             f"{seq_len:,}. Choose another --overlong (split, truncate, drop) or a larger --seq-len."
         )

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import Control
-from pipeline.documents.content_spans import PARTS, Origin, find_origin, think_block
+from pipeline.documents.content_spans import PARTS, ContentSpans, find_content_spans, think_block
 from pipeline.documents.messages import Conversation, Message
 from pipeline.documents.template import ChatTemplate
 from shards.errors import SourceError
@@ -69,11 +69,11 @@ def render_conversation(conversation: Conversation, template: ChatTemplate, opti
     Raises:
         SourceError: The template refuses the conversation, leaves a trained part out, or rewrites earlier turns.
     """
-    return _Turns(conversation, template, options).rendering()
+    return _ConversationRenderer(conversation, template, options).rendering()
 
 
 @dataclass
-class _Turns:
+class _ConversationRenderer:
     conversation: Conversation
     template: ChatTemplate
     options: RecordOptions
@@ -98,30 +98,30 @@ class _Turns:
         if targets is not None and self.options.train_on != "all" and not self.options.train_template_tokens:
             targets = _without(targets, [block for target in targets for block in self._empty_blocks(*target)])
         turn_ends = self._turn_ends() if self.options.overlong_policy == "truncate-turns" else []
-        return Rendering(self.text, self.origin.controls, targets, [*turn_ends, len(self.text)], self.trained[-1])
+        return Rendering(self.text, self.content.controls, targets, [*turn_ends, len(self.text)], self.trained[-1])
 
     @cached_property
-    def origin(self) -> Origin:
+    def content(self) -> ContentSpans:
         template = self.template
         tools, trust = self.conversation.tools, template.trust
-        origin = find_origin(template.render, self.messages, tools, self.text, template.added, trust=trust)
-        if origin.spans is not None:
-            self._check_complete(origin)
-        return origin
+        found = find_content_spans(template.render, self.messages, tools, self.text, template.added, trust=trust)
+        if found.spans is not None:
+            self._check_complete(found)
+        return found
 
-    def _check_complete(self, origin: Origin) -> None:
+    def _check_complete(self, found: ContentSpans) -> None:
         """Refuse a rendering that leaves out what it should hold; only reasoning of turns not trained may go."""
-        seen = {(span.message, span.part) for span in origin.spans or ()}
+        seen = {(span.message, span.part) for span in found.spans or ()}
         for index, message in enumerate(self.conversation.messages):
             history = message["role"] == "assistant" and (not self.trained[index] or self.options.train_on == "all")
             excused = {"content": history and think_block(message) is not None, "reasoning_content": history}
-            excused["tool_calls"] = not origin.marked_calls
+            excused["tool_calls"] = not found.marked_calls
             for part, name in enumerate(PARTS):
                 value = message.get(name)
                 blank = not (value.strip() if isinstance(value, str) else value)
                 if not blank and not excused[name] and (index, part) not in seen:
                     raise self._left_out(f"{name} of message {index} ({message['role']})")
-        if self.conversation.tools and origin.marked_calls and not any(m == len(self.messages) for m, _ in seen):
+        if self.conversation.tools and found.marked_calls and not any(m == len(self.messages) for m, _ in seen):
             raise self._left_out("the tools")
 
     def _left_out(self, what: str) -> SourceError:
@@ -137,7 +137,7 @@ class _Turns:
     def _marked_targets(self) -> list[Range]:
         """Return the ranges that the template marks, of trained messages only."""
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-        spans = self.origin.spans or []
+        spans = self.content.spans or []
         targets = []
         for number, (start, stop) in enumerate(self.blocks):
             inside = {span.message for span in spans if start <= span.start and span.stop <= stop}
@@ -156,7 +156,8 @@ class _Turns:
     def _own_range(self, index: int) -> Range:
         """Return where a message begins, after its header, and where it ends, its end-of-turn mark included."""
         stop = len(self._prefix(index + 1))
-        start = self._answer_start(index) if self.messages[index]["role"] == "assistant" else self.origin.first(index)
+        answers = self.messages[index]["role"] == "assistant"
+        start = self._answer_start(index) if answers else self.content.start_of(index)
         if start is None:  # no text of its own, so nothing to train on
             return (stop, stop)
         if start > stop:
@@ -164,9 +165,13 @@ class _Turns:
         return (start, self._without_tail(start, stop))
 
     def _answer_start(self, index: int) -> int | None:
-        """Return where the template's header of an answer ends."""
+        """Return where the template's header of an answer ends.
+
+        With `<user>Hi<bot>` for the prompt of a generation and `<user>Hi<bot>Yo` as the whole it is 13. Where the
+        prompt goes on (`<user>Hi<bot><think>`) and the whole does not, it is 13 too: the end of what both share.
+        """
         if index == 0:  # templates cannot render a conversation without messages
-            header, first = self.template.trial.header, self.origin.first(0)
+            header, first = self.template.trial.header, self.content.start_of(0)
             at = self.text.find(header, 0, len(self._prefix(1)) if first is None else first)
             return at + len(header) if header and at >= 0 else first
         prompt = ""
@@ -179,7 +184,7 @@ class _Turns:
         if common < base:
             raise self._rewritten(prompt)
         # What differs after it, the template writes into the prompt of a generation only, such as an open <think>.
-        first = self.origin.first(index, base)
+        first = self.content.start_of(index, base)
         return common if first is None else min(common, first)
 
     def _prefix(self, count: int) -> str:
@@ -207,14 +212,18 @@ class _Turns:
     def _without_tail(self, start: int, stop: int) -> int:
         """Return the end of a turn without the white space after its end-of-turn mark, which no model generates."""
         last = start + len(self.text[start:stop].rstrip())
-        for control in reversed(self.origin.controls):
+        for control in reversed(self.content.controls):
             if start <= control.start and last <= control.stop <= stop:
                 return control.stop
         return stop
 
     def _empty_blocks(self, start: int, stop: int) -> list[Range]:
-        """Return the empty blocks that the template wrote before the first text of an answer, or around its begin."""
-        spans = self.origin.spans
+        """Return the empty blocks that the template wrote before the first text of an answer, or around its begin.
+
+        Of `<bot><think></think>Yo</s>` with the answer's own text at "Yo", `<think></think>` is one; in
+        `<bot>Yo <b></b></s>` the block stands after the first text, so a person or model wrote it.
+        """
+        spans = self.content.spans
         before = max((span.stop for span in spans or () if span.stop <= start), default=0)
         found = [match.span() for match in EMPTY_BLOCK.finditer(self.text, before, stop) if match.end() > start]
         if spans is None and found:

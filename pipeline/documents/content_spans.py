@@ -25,7 +25,7 @@ MARKS = re.compile(f"([{chr(FIRST_MARK)}-{chr(LAST_MARK)}{BREAK}])")
 THINK = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 
 
-class Span(NamedTuple):
+class ContentSpan(NamedTuple):
     """Characters of the rendering that a message wrote."""
 
     start: int
@@ -37,23 +37,23 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Origin:
+class ContentSpans:
     """Where the characters of a rendering came from."""
 
     controls: list[Control]
     "Control tokens that the template wrote, in order."
-    spans: list[Span] | None
+    spans: list[ContentSpan] | None
     "What messages wrote, in order; None where it could not be told (then no message holds control text)."
     marked_calls: bool = True
     "Whether `spans` show tool calls and tool schemas."
 
-    def first(self, message: int, start: int = 0) -> int | None:
+    def start_of(self, message: int, start: int = 0) -> int | None:
         """Return where the text of a message begins, at or after `start`."""
         starts = (span.start for span in self.spans or () if span.message == message)
         return min((position for position in starts if position >= start), default=None)
 
 
-def find_origin(
+def find_content_spans(
     render: Render,
     messages: list[Message],
     tools: list[Any] | None,
@@ -61,7 +61,7 @@ def find_origin(
     added: AddedTokens,
     *,
     trust: bool = False,
-) -> Origin:
+) -> ContentSpans:
     """Find which characters of `text`, the rendering of `messages`, came from the messages.
 
     Args:
@@ -79,20 +79,20 @@ def find_origin(
     calls: list[Any] = [message["tool_calls"] for message in messages if "tool_calls" in message]
     risky = next((match[0] for leaf in _leaves([calls, tools]) if (match := find(leaf))), None)
     thinks = any(think_block(message) for message in messages)
-    origin = None
+    found = None
     for mark_calls in (True, False) if (calls or tools) and risky is None else (True,):
         for split_think in (False, True) if thinks else (False,):
-            if origin is None:
+            if found is None:
                 marked = _render_marked(render, messages, tools, added, mark_calls, split_think)
-                origin = None if marked is None else _read_marks(marked, text, added, mark_calls)
+                found = None if marked is None else _read_marks(marked, text, added, mark_calls)
     if trust:
-        return replace(origin or Origin([], None, False), controls=added.find(text))
+        return replace(found or ContentSpans([], None, False), controls=added.find(text))
     for message in messages:
         for name in ("role", "name", "tool_call_id"):
             if isinstance(value := message.get(name), str) and find(value):
-                raise SourceError(f"{name} {value!r} holds a control token; expected a plain name. Mend the record.")
-    if origin is not None:
-        return origin
+                raise SourceError(f"{name} {value!r} holds a control token; expected a plain name. Fix the record.")
+    if found is not None:
+        return found
     contents = (_plain(message.get(name)) for message in messages for name in PARTS[:2])
     risky = risky or next((match[0] for content in contents if (match := find(content))), None)
     if risky is not None:
@@ -100,7 +100,7 @@ def find_origin(
             f"the chat template changes contents that hold control text ({risky!r}), so its own marks cannot be "
             "told from the user's. Use another --chat-template, or --parse-special for a trusted corpus."
         )
-    return Origin(added.find(text), None)
+    return ContentSpans(added.find(text), None)
 
 
 def _render_marked(
@@ -159,29 +159,33 @@ def _mark(value: Any, code: int, added: AddedTokens) -> Any:
     return value
 
 
-def _read_marks(marked: str, text: str, added: AddedTokens, marked_calls: bool) -> Origin | None:
-    """Return the origin if the marked rendering without its marks is `text`, and marks come in pairs."""
-    pieces = MARKS.split(marked)
-    if len(pieces) < 2 or "".join(pieces[::2]) != text:
+def _read_marks(marked: str, text: str, added: AddedTokens, marked_calls: bool) -> ContentSpans | None:
+    """Return the spans if the marked rendering without its marks is `text`, and marks come in pairs.
+
+    With `(` and `)` for the marks of message 0's content, `<user>(Hi)<end>` splits into `<user>`, `(`, "Hi", `)`,
+    `<end>`: every second part is a mark. Control tokens are looked for in the first and last, the span is [6, 8).
+    """
+    parts = MARKS.split(marked)
+    if len(parts) < 2 or "".join(parts[::2]) != text:
         return None
     controls: list[Control] = []
-    spans: list[Span] = []
+    spans: list[ContentSpan] = []
     position, opened, begin = 0, -1, 0
-    for index, piece in enumerate(pieces):
+    for index, part in enumerate(parts):
         if index % 2 == 0:
-            if opened < 0 and piece:
-                controls += added.find(text, position, position + len(piece))
-            position += len(piece)
-        elif piece != BREAK:
-            code = ord(piece) - FIRST_MARK
+            if opened < 0 and part:
+                controls += added.find(text, position, position + len(part))
+            position += len(part)
+        elif part != BREAK:
+            code = ord(part) - FIRST_MARK
             if code % 2 == 0 and opened < 0:
                 opened, begin = code, position
             elif code == opened + 1:
-                spans.append(Span(begin, position, *divmod(code // 2, len(PARTS))))
+                spans.append(ContentSpan(begin, position, *divmod(code // 2, len(PARTS))))
                 opened = -1
             else:
                 return None
-    return Origin(controls, spans, marked_calls) if opened < 0 else None
+    return ContentSpans(controls, spans, marked_calls) if opened < 0 else None
 
 
 def think_block(message: Message) -> re.Match[str] | None:

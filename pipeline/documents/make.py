@@ -6,66 +6,23 @@ prompt and completion, as two texts or as messages. Documents without targets ar
 counts and drops them, so that their tokens stand in the balance.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import AddedTokens
 from pipeline.documents.chat import Rendering, render_conversation
 from pipeline.documents.encoder import Encoder, running_sum
-from pipeline.documents.masked_encoding import PieceEncoder, encode_renderings
+from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
 from pipeline.documents.messages import Conversation, chat_conversation, instruction
 from pipeline.documents.template import ChatTemplate
 from pipeline.documents.tokenizer import TokenizerSpec
 from pipeline.sources.reader import RecordBatch
+from pipeline.tokens import Documents
 from shards.errors import PackError, SourceError
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Documents of one batch, flat."""
-
-    input_ids: npt.NDArray[np.int32]
-    "int32 (num_tokens,)"
-    loss_mask: npt.NDArray[np.uint8] | None
-    "uint8 (num_tokens,): 1 where a token is a target; None where every token but a document's first is"
-    offsets: npt.NDArray[np.int64]
-    "int64 (num_documents + 1,): where each document begins"
-    indices: npt.NDArray[np.int64]
-    "int64 (num_documents,): index of each document's record, as the batch numbers them"
-    turn_ends: npt.NDArray[np.int32] | None = None
-    "int32, flat: where turns end, in tokens from the document's beginning; the last is its length. For truncate-turns"
-    turn_offsets: npt.NDArray[np.int64] | None = None
-    "int64 (num_documents + 1,): where each document's turns begin in `turn_ends`"
-
-
-def make_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, dict[str, int]]:
-    """Turn records into documents.
-
-    Args:
-        batch: Texts (kind text) or whole records (kinds chat and instruction). Its `reject` is called for a record of
-            the wrong form, or that its template cannot render.
-        encoder: The tokenizer, made with the `parse_special` of the options.
-        options: How a record becomes a document.
-
-    Returns:
-        The documents, and how many records gave none, by reason (empty).
-
-    Raises:
-        PackError: The options do not fit the tokenizer or the kind.
-    """
-    check_options(options, encoder.spec)
-    rejected = 0
-    if options.kind == "text":
-        documents = _text_documents(batch, encoder, options)
-    else:
-        documents, rejected = _rendered_documents(batch, encoder, options)
-    empty = len(batch.values) - len(documents.indices) - rejected
-    return documents, {"empty": empty} if empty else {}
 
 
 def check_options(options: RecordOptions, spec: TokenizerSpec) -> None:
@@ -107,56 +64,6 @@ def explain_no_targets(options: RecordOptions) -> str:
     return f"No message has a role of --train-on {wanted}, or train and weight fields turn them off. Check the roles."
 
 
-def _text_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> Documents:
-    spec = encoder.spec
-    ids, begins = encoder.encode(batch.values)
-    lengths = np.diff(begins)
-    kept = lengths > 0
-    firsts, lasts = ids[begins[:-1][kept]], ids[begins[1:][kept] - 1]
-    prefix, suffix = list(spec.prefix_ids), _text_suffix(spec, options)
-    before = np.where(firsts == prefix[0], 0, len(prefix)) if prefix else np.zeros(len(firsts), np.int64)
-    after = np.where(lasts == suffix[-1], 0, len(suffix)) if suffix else np.zeros(len(lasts), np.int64)
-    offsets = running_sum(lengths[kept] + before + after)
-    if not before.any() and not after.any():
-        return Documents(ids, None, offsets, batch.indices[kept])
-    input_ids = np.empty(offsets[-1], np.int32)
-    shift = offsets[:-1] + before - begins[:-1][kept]
-    input_ids[np.arange(len(ids)) + np.repeat(shift, lengths[kept])] = ids
-    for place, token in enumerate(prefix):
-        input_ids[offsets[:-1][before > 0] + place] = token
-    for place, token in enumerate(reversed(suffix)):
-        input_ids[offsets[1:][after > 0] - 1 - place] = token
-    return Documents(input_ids, None, offsets, batch.indices[kept])
-
-
-def _rendered_documents(batch: RecordBatch, encoder: Encoder, options: RecordOptions) -> tuple[Documents, int]:
-    """Return the documents, and how many records were rejected."""
-    maker = _maker(encoder, options)
-    renderings, indices, rejected = [], [], 0
-    for record, index in zip(batch.values, batch.indices.tolist(), strict=True):
-        try:
-            rendering = maker.rendering(record)
-        except SourceError as error:
-            batch.reject(index, str(error))
-            rejected += 1
-            continue
-        if rendering is not None:
-            renderings.append(rendering)
-            indices.append(index)
-    tokens = encode_renderings(renderings, _pieces(encoder))
-    everything = all(rendering.targets is None for rendering in renderings)
-    with_turns = options.overlong_policy == "truncate-turns"
-    documents = Documents(
-        tokens.input_ids,
-        None if everything else tokens.loss_mask,
-        tokens.offsets,
-        np.array(indices, np.int64),
-        tokens.turn_ends if with_turns else None,
-        tokens.turn_offsets if with_turns else None,
-    )
-    return documents, rejected
-
-
 def _text_suffix(spec: TokenizerSpec, options: RecordOptions) -> list[int]:
     """Return what ends a text: the tokenizer's own suffix, and EOS once where it is wanted."""
     if not options.add_eos:
@@ -186,23 +93,90 @@ def _template_text(spec: TokenizerSpec, options: RecordOptions) -> str:
     return text
 
 
-class _Maker:
-    """What the records of one source share."""
+class DocumentMaker:
+    """Makes documents of the records of one source; a worker holds one for each set of options.
+
+    Args:
+        encoder: The tokenizer, made with the `parse_special` of the options.
+        options: How a record becomes a document.
+
+    Raises:
+        PackError: The options do not fit the tokenizer or the kind.
+    """
 
     def __init__(self, encoder: Encoder, options: RecordOptions) -> None:
+        check_options(options, encoder.spec)
         spec = encoder.spec
-        self.spec, self.options, self.trust = spec, options, encoder.parse_special
+        self.encoder, self.spec, self.options, self.trust = encoder, spec, options, encoder.parse_special
         self.added = AddedTokens(spec.added, spec.flags)
         self.closing = {token for text, token in spec.added.items() if "special" in spec.flags.get(text, ())}
 
+    def make(self, batch: RecordBatch) -> tuple[Documents, dict[str, int]]:
+        """Turn records into documents.
+
+        Args:
+            batch: Texts (kind text) or whole records (kinds chat and instruction). Its `reject` is called for a record
+                of the wrong form, or that its template cannot render.
+
+        Returns:
+            The documents, numbered as the batch numbers its records, and how many records gave none, by reason (empty).
+        """
+        documents, rejected = self._texts(batch) if self.options.kind == "text" else self._renderings(batch)
+        empty = len(batch.values) - len(documents.doc_ids) - rejected
+        return documents, {"empty": empty} if empty else {}
+
+    @cached_property
+    def chunks(self) -> ChunkEncoder:
+        """Encodes the text between control tokens."""
+        return ChunkEncoder(self.encoder)
+
     @cached_property
     def template(self) -> ChatTemplate:
+        """The chat template, compiled when the first conversation comes."""
         text = _template_text(self.spec, self.options)
         template = ChatTemplate(text, self.spec.special_tokens, self.added, trust=self.trust)
         self.closing |= {control.id for control in self.added.find(template.trial.end)[:1]}
         return template
 
-    def rendering(self, record: dict[str, Any]) -> Rendering | None:
+    def _texts(self, batch: RecordBatch) -> tuple[Documents, int]:
+        spec = self.spec
+        ids, begins = self.encoder.encode(batch.values)
+        lengths = np.diff(begins)
+        kept = lengths > 0
+        firsts, lasts = ids[begins[:-1][kept]], ids[begins[1:][kept] - 1]
+        prefix, suffix = list(spec.prefix_ids), _text_suffix(spec, self.options)
+        before = np.where(firsts == prefix[0], 0, len(prefix)) if prefix else np.zeros(len(firsts), np.int64)
+        after = np.where(lasts == suffix[-1], 0, len(suffix)) if suffix else np.zeros(len(lasts), np.int64)
+        offsets = running_sum(lengths[kept] + before + after)
+        if not before.any() and not after.any():
+            return Documents(ids, offsets, batch.indices[kept]), 0
+        input_ids = np.empty(offsets[-1], np.int32)
+        shift = offsets[:-1] + before - begins[:-1][kept]
+        input_ids[np.arange(len(ids)) + np.repeat(shift, lengths[kept])] = ids
+        for place, token in enumerate(prefix):
+            input_ids[offsets[:-1][before > 0] + place] = token
+        for place, token in enumerate(reversed(suffix)):
+            input_ids[offsets[1:][after > 0] - 1 - place] = token
+        return Documents(input_ids, offsets, batch.indices[kept]), 0
+
+    def _renderings(self, batch: RecordBatch) -> tuple[Documents, int]:
+        """Return the documents, and how many records were rejected."""
+        renderings, indices, rejected = [], [], 0
+        for record, index in zip(batch.values, batch.indices.tolist(), strict=True):
+            try:
+                rendering = self._rendering(record)
+            except SourceError as error:
+                batch.reject(index, str(error))
+                rejected += 1
+                continue
+            if rendering is not None:
+                renderings.append(rendering)
+                indices.append(index)
+        with_turns = self.options.overlong_policy == "truncate-turns"
+        documents = encode_renderings(renderings, self.chunks, with_turns=with_turns)
+        return documents._replace(doc_ids=np.array(indices, np.int64)), rejected
+
+    def _rendering(self, record: dict[str, Any]) -> Rendering | None:
         """Return the rendering of a record, or None for an empty one."""
         read = instruction if self.options.kind == "instruction" else chat_conversation
         made = read(record, self.options)
@@ -238,7 +212,3 @@ class _Maker:
         if train_on not in ("auto", "all", "completion", "assistant", "last-assistant"):
             raise PackError(f"--train-on {train_on}: prompts and completions have no roles. Use completion or all.")
         return train_on == "all"
-
-
-_maker = lru_cache(maxsize=16)(_Maker)
-_pieces = lru_cache(maxsize=4)(PieceEncoder)

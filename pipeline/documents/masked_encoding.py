@@ -1,14 +1,14 @@
 """Renderings -> flat tokens and masks.
 
-Each text is cut at its control tokens, and the pieces of a whole batch are encoded in one call, as plain text: the ids
+Each text is cut at its control tokens, and the chunks of a whole batch are encoded in one call, as plain text: the ids
 are those of the whole text, because tokenizers cut there too, but nothing a user wrote can become a control token.
-Masks are exact to the token: where a target begins or ends inside a piece, token borders come from the byte length of
+Masks are exact to the token: where a target begins or ends inside a chunk, token offsets come from the byte length of
 each id where that is exact (byte-level and byte-fallback BPE: any engine, no second encoding), else from the reference
 engine's offsets. A token across the seam is a target.
 """
 
 import unicodedata
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,27 +17,13 @@ import orjson
 from pipeline.documents.chat import Range, Rendering
 from pipeline.documents.encoder import REFERENCE, Encoder, running_sum
 from pipeline.documents.tokenizer import BYTE_TOKEN
+from pipeline.tokens import Documents
 
 Array = npt.NDArray[Any]
 PLAIN = -1
 
 
-class Tokens(NamedTuple):
-    """Documents of one batch, flat."""
-
-    input_ids: Array
-    "int32 (num_tokens,)"
-    loss_mask: Array
-    "uint8 (num_tokens,): 1 where a token is a target, never at the first token of a document"
-    offsets: Array
-    "int64 (num_documents + 1,): where each document begins in `input_ids`"
-    turn_ends: Array
-    "int32, flat: where turns end, in tokens from the document's beginning; an added EOS belongs to the last turn"
-    turn_offsets: Array
-    "int64 (num_documents + 1,): where each document's turns begin in `turn_ends`"
-
-
-class PieceEncoder:
+class ChunkEncoder:
     """Encodes text between control tokens.
 
     Args:
@@ -52,7 +38,7 @@ class PieceEncoder:
         self._composed = "NFC" in _types(parsed.get("normalizer"))
 
     def encode(self, texts: list[str], first: list[bool]) -> tuple[Array, Array]:
-        """Encode pieces; `first` says which of them begin their document.
+        """Encode chunks; `first` says which of them begin their document.
 
         Returns:
             `ids`: int32 (num_tokens,), end to end; `offsets`: int64 (num_texts + 1,).
@@ -67,8 +53,8 @@ class PieceEncoder:
                 parts[index] = ids[offsets[number] : offsets[number + 1]]
         return np.concatenate([np.empty(0, np.int32), *parts]), running_sum([len(part) for part in parts])
 
-    def borders(self, text: str, ids: Array, points: list[int], begins: bool) -> tuple[Array, Array, list[int]]:
-        """Return where the tokens of a piece begin and end, and where `points` (characters) lie on the same scale.
+    def token_offsets(self, text: str, ids: Array, points: list[int], begins: bool) -> tuple[Array, Array, list[int]]:
+        """Return where the tokens of a chunk begin and end, and where `points` (characters) lie on the same scale.
 
         The scale is bytes where the ids alone tell it, characters otherwise.
         """
@@ -84,8 +70,16 @@ class PieceEncoder:
         return spans[:, 0], spans[:, 1], points
 
 
-def encode_renderings(renderings: list[Rendering], pieces: PieceEncoder) -> Tokens:
+def encode_renderings(renderings: list[Rendering], chunks: ChunkEncoder, *, with_turns: bool = False) -> Documents:
     """Encode a batch of renderings.
+
+    Args:
+        renderings: One for each document.
+        chunks: Encodes the text between control tokens.
+        with_turns: Return where turns end; an EOS that was added belongs to the last.
+
+    Returns:
+        The documents, numbered from 0.
 
     Raises:
         TokenizerError: A text has no UTF-8 form.
@@ -93,7 +87,7 @@ def encode_renderings(renderings: list[Rendering], pieces: PieceEncoder) -> Toke
     batch = _Batch()
     for rendering in renderings:
         batch.add(rendering)
-    return batch.encode(pieces)
+    return batch.encode(chunks, with_turns)
 
 
 def token_bytes(tokenizer: dict[str, Any]) -> Array | None:
@@ -117,20 +111,24 @@ def token_bytes(tokenizer: dict[str, Any]) -> Array | None:
 
 
 class _Batch:
-    """Parts of a batch of documents: control tokens and plain pieces, in order, each with its share of the mask."""
+    """Parts of a batch of documents: control tokens and plain chunks, in order, each with its share of the mask."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []  # of a control token, or PLAIN
         self.mask: list[int] = []
         self.texts: list[str] = []
-        self.first: list[bool] = []  # whether a plain piece begins its document
+        self.first: list[bool] = []  # whether a plain chunk begins its document
         self.mixed: list[tuple[int, int, list[Range]]] = []  # part, its text, targets inside it
         self.doc_parts: list[int] = [0]
         self.turns: list[tuple[int, int, int]] = []  # part, its text or PLAIN for its end, characters into it
         self.doc_turns: list[int] = [0]
 
     def add(self, rendering: Rendering) -> None:
-        """Cut one rendering into parts."""
+        """Cut one rendering into parts: its control tokens, and the chunks of text between them.
+
+        "<user>Hi</s>" with control tokens at [0, 6) and [8, 12) and the target [6, 12) gives the parts `<user>` with
+        mask 0, the chunk "Hi" with mask 1, and `</s>` with mask 1.
+        """
         text, position = rendering.text, 0
         everything = rendering.targets is None
         targets = [(0, len(text))] if rendering.targets is None else rendering.targets
@@ -167,18 +165,22 @@ class _Batch:
         self.ids.append(token)
         self.mask.append(int(target))
 
-    def _plain(self, piece: str, start: int, stop: int, targets: list[Range], begins: bool) -> None:
+    def _plain(self, chunk: str, start: int, stop: int, targets: list[Range], begins: bool) -> None:
         inside = [(max(first - start, 0), min(last, stop) - start) for first, last in targets if first < stop]
         self.ids.append(PLAIN)
-        self.mask.append(int(inside == [(0, len(piece))]))
+        self.mask.append(int(inside == [(0, len(chunk))]))
         if inside and not self.mask[-1]:
             self.mixed.append((len(self.ids) - 1, len(self.texts), inside))
-        self.texts.append(piece)
+        self.texts.append(chunk)
         self.first.append(begins)
 
-    def encode(self, pieces: PieceEncoder) -> Tokens:
-        """Encode all parts and put them end to end."""
-        ids, at = pieces.encode(self.texts, self.first)
+    def encode(self, chunks: ChunkEncoder, with_turns: bool) -> Documents:
+        """Encode all parts and put them end to end.
+
+        Parts `<user>`, "Hi", `</s>` with "Hi" encoded as [7, 8] have the lengths [1, 2, 1] and begin at [0, 1, 3, 4]:
+        the ids of control tokens go to places 0 and 3, those of the chunk to 1 and 2.
+        """
+        ids, at = chunks.encode(self.texts, self.first)
         part_ids = np.array(self.ids, np.int32)
         plain = part_ids == PLAIN
         lengths = np.ones(len(part_ids), np.int64)
@@ -187,33 +189,43 @@ class _Batch:
         input_ids = np.empty(begins[-1], np.int32)
         input_ids[begins[:-1][~plain]] = part_ids[~plain]
         input_ids[np.arange(len(ids)) + np.repeat(begins[:-1][plain] - at[:-1], np.diff(at))] = ids
+        offsets = begins[self.doc_parts]
+        documents = Documents(input_ids, offsets, np.arange(len(offsets) - 1))
+        if not all(self.mask):
+            documents = documents._replace(loss_mask=self._loss_mask(chunks, ids, at, begins, lengths))
+        if with_turns:
+            ends = np.array([self._turn_end(turn, chunks, ids, at, begins) for turn in self.turns], np.int64)
+            owner = np.repeat(np.arange(len(offsets) - 1), np.diff(self.doc_turns))
+            turn_ends = (ends - offsets[owner]).astype(np.int32)
+            documents = documents._replace(turn_ends=turn_ends, turn_offsets=np.array(self.doc_turns, np.int64))
+        return documents
+
+    def _loss_mask(self, chunks: ChunkEncoder, ids: Array, at: Array, begins: Array, lengths: Array) -> Array:
+        """Return the mask: a whole part's from `mask`, that of a chunk with a border inside from its tokens' offsets.
+
+        A target [2, 9) in a chunk whose tokens are [0, 4), [4, 9), [9, 12): the first two touch it, so [1, 1, 0].
+        """
         loss_mask = np.repeat(np.array(self.mask, np.uint8), lengths)
         for part, index, inside in self.mixed:
             points = [point for target in inside for point in target]
-            starts, stops, points = self._borders(pieces, index, ids, at, points)
+            starts, stops, points = self._token_offsets(chunks, index, ids, at, points)
             chosen = np.zeros(len(starts), bool)
             for first, last in zip(points[::2], points[1::2], strict=True):
                 chosen |= (starts < last) & (stops > first)
             loss_mask[begins[part] : begins[part + 1]] = chosen
-        offsets = begins[self.doc_parts]
-        loss_mask[offsets[:-1][np.diff(offsets) > 0]] = 0
-        ends = np.array([self._turn_end(turn, pieces, ids, at, begins) for turn in self.turns], np.int64)
-        owner = np.repeat(np.arange(len(offsets) - 1), np.diff(self.doc_turns))
-        return Tokens(
-            input_ids, loss_mask, offsets, (ends - offsets[owner]).astype(np.int32), np.array(self.doc_turns, np.int64)
-        )
+        return loss_mask
 
-    def _turn_end(self, turn: tuple[int, int, int], pieces: PieceEncoder, ids: Array, at: Array, begins: Array) -> int:
+    def _turn_end(self, turn: tuple[int, int, int], chunks: ChunkEncoder, ids: Array, at: Array, begins: Array) -> int:
         part, index, point = turn
         if index == PLAIN:
             return int(begins[part + 1])
-        _, stops, points = self._borders(pieces, index, ids, at, [point])
+        _, stops, points = self._token_offsets(chunks, index, ids, at, [point])
         return int(begins[part] + np.count_nonzero(stops <= points[0]))  # a token across the seam is the next turn's
 
-    def _borders(
-        self, pieces: PieceEncoder, index: int, ids: Array, at: Array, points: list[int]
+    def _token_offsets(
+        self, chunks: ChunkEncoder, index: int, ids: Array, at: Array, points: list[int]
     ) -> tuple[Array, Array, list[int]]:
-        return pieces.borders(self.texts[index], ids[at[index] : at[index + 1]], points, self.first[index])
+        return chunks.token_offsets(self.texts[index], ids[at[index] : at[index + 1]], points, self.first[index])
 
 
 def _types(component: Any) -> set[str]:
@@ -224,7 +236,7 @@ def _types(component: Any) -> set[str]:
 
 
 def _without_first_prefix(tokenizer: dict[str, Any]) -> Encoder | None:
-    """Return an encoder for pieces inside a document where the tokenizer puts a space before a document only."""
+    """Return an encoder for chunks inside a document where the tokenizer puts a space before a document only."""
     steps = tokenizer.get("pre_tokenizer")
     flat = steps.get("pretokenizers", [steps]) if isinstance(steps, dict) else []
     chosen = [step for step in flat if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first"]

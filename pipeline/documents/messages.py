@@ -70,7 +70,7 @@ def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, st
             raise _absent(name, record, "text or a list of messages", flag)
         if not isinstance(value, str | list):
             raise SourceError(
-                f"field {name!r} is {name_of(value)}; expected text or a list of messages. Mend it, or use {flag}."
+                f"field {name!r} is {name_of(value)}; expected text or a list of messages. Fix it, or use {flag}."
             )
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt, completion
@@ -112,7 +112,7 @@ def _conversation(raw: Any, field: str, tools: Any) -> Conversation:
         tools = _parsed(tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise SourceError(
-            f"the tools are {name_of(tools)}; expected a list of objects, or its JSON text. Mend the record."
+            f"the tools are {name_of(tools)}; expected a list of objects, or its JSON text. Fix the record."
         )
     return Conversation(messages, train, tools or None)
 
@@ -124,12 +124,12 @@ def _message(item: Message) -> Message:
         role, content = item["from"], item.get("value", content)
         role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if role is None and not {"role", "from"} & item.keys():
-        raise SourceError(f"no role, {fields_of(item)}; expected role and content (or from and value). Mend it.")
+        raise SourceError(f"no role, {fields_of(item)}; expected role and content (or from and value). Fix it.")
     if not isinstance(role, str) or not role:
-        raise SourceError(f"the role is {name_of(role)}; expected a name, such as 'user'. Mend the record.")
+        raise SourceError(f"the role is {name_of(role)}; expected a name, such as 'user'. Fix the record.")
     calls = _tool_calls(item)
     if content is None and not calls and "content" not in item and "value" not in item:
-        raise SourceError(f"no content, {fields_of(item)}; expected text under content or value. Mend the record.")
+        raise SourceError(f"no content, {fields_of(item)}; expected text under content or value. Fix the record.")
     message: Message = {"role": "tool" if role == "function" else role, "content": _text(content)}
     reasoning = next((item[name] for name in REASONING_FIELDS if item.get(name)), None)
     if reasoning is not None:
@@ -158,14 +158,12 @@ def _tool_calls(item: Message) -> list[dict[str, Any]]:
     if isinstance(calls, str):
         calls = _parsed(calls)
     if not isinstance(calls, list):
-        raise SourceError(f"tool_calls is {name_of(calls)}; expected a list of objects. Mend the record.")
+        raise SourceError(f"tool_calls is {name_of(calls)}; expected a list of objects. Fix the record.")
     result = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise SourceError(
-                "a tool call has no name; expected function.name and function.arguments. Mend the record."
-            )
+            raise SourceError("a tool call has no name; expected function.name and function.arguments. Fix the record.")
         arguments = function.get("arguments", function.get("parameters"))
         parsed = _parsed(arguments) if isinstance(arguments, str) else arguments
         keep = parsed if isinstance(parsed, dict) else arguments  # text that is no JSON object stays as it was written
@@ -177,9 +175,9 @@ def _tool_calls(item: Message) -> list[dict[str, Any]]:
 def _train_flag(item: Message) -> bool | None:
     train, weight = item.get("train"), item.get("weight")
     if train is not None and not isinstance(train, bool):
-        raise SourceError(f"train is {train!r}; expected true or false. Mend the record.")
+        raise SourceError(f"train is {train!r}; expected true or false. Fix the record.")
     if weight is not None and weight not in (0, 1):
-        raise SourceError(f"weight is {weight!r}; expected 0 or 1: a token is a target or it is not. Mend the record.")
+        raise SourceError(f"weight is {weight!r}; expected 0 or 1: a token is a target or it is not. Fix the record.")
     if train is not None:
         return bool(train)
     return False if weight == 0 else None  # weight 1 is the default of the role, not a wish to train on a user's words

@@ -142,7 +142,7 @@ class ChatTemplate:
                 raise
             raise SourceError(
                 f"the chat template refuses it ({error}); expected roles and fields that the template knows. "
-                "Mend the record or give another --chat-template."
+                "Fix the record or give another --chat-template."
             ) from None
 
     def _try(self, wanted: str, messages: list[Message]) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
-from pipeline.documents.make import make_documents
+from pipeline.documents.make import DocumentMaker
 from pipeline.estimate.sampling import CHUNK_BYTES, Place, chunk_readers
 from pipeline.formatting import percent
 from pipeline.packing.cutting import cut
@@ -157,6 +157,7 @@ def draw(sources: list[Source], encoder: Encoder, seconds: float, seed: int) -> 
     sizes = [[file.bytes for file in source.files] for source in sources]
     totals = [None if any(size is None for size in each) else sum(size or 0 for size in each) for each in sizes]
     samples = [Sample(source, total) for source, total in zip(sources, totals, strict=True)]
+    makers = [DocumentMaker(encoder, source.options) for source in sources]
     windows, _ = cut_windows(sources, max(CHUNK_BYTES, sum(total or 0 for total in totals) // MOST_CHUNKS))
     tasks: list[Place] = [*windows, *enumerate_streams(sources)]
     random.Random(seed).shuffle(tasks)
@@ -168,18 +169,18 @@ def draw(sources: list[Source], encoder: Encoder, seconds: float, seed: int) -> 
         if time.perf_counter() > deadline and at >= len(heads):
             break
         readers = chunk_readers(samples[number].source, place)
-        finished[number] += all(_add(samples[number], reader, encoder, deadline) for reader in readers)
+        finished[number] += all(_add(samples[number], reader, makers[number], deadline) for reader in readers)
     for number, sample in enumerate(samples):
         sample.whole = finished[number] == sum(task[0] == number for task in tasks)
     return samples
 
 
-def _add(sample: Sample, reader: WindowReader, encoder: Encoder, deadline: float) -> bool:
+def _add(sample: Sample, reader: WindowReader, maker: DocumentMaker, deadline: float) -> bool:
     """Add one chunk to a sample; tell whether there is time for more."""
     late = False
     for batch in reader:
-        documents, drops = make_documents(batch, encoder, sample.source.options)
-        sample.lengths.append(np.diff(documents.offsets))
+        documents, drops = maker.make(batch)
+        sample.lengths.append(documents.lengths)
         sample.chunk_bytes.append(batch.raw_bytes)
         sample.empty += sum(drops.values())
         late = time.perf_counter() > deadline

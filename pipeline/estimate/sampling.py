@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
-from pipeline.documents.make import make_documents
+from pipeline.documents.make import DocumentMaker
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import Slice, Source, cut_windows, enumerate_streams, resolve_specs
@@ -71,11 +71,12 @@ def _documents(
     sources = resolve_specs(specs, options)
     windows, _ = cut_windows(sources, CHUNK_BYTES)
     random.Random(seed).shuffle(windows)
+    makers = [DocumentMaker(encoder, source.options) for source in sources]
     places: list[Place] = [*windows, *enumerate_streams(sources)]
     for number, place in places:
         for reader in chunk_readers(sources[number], place):
             for batch in reader:
-                made, _ = make_documents(batch, encoder, options)
+                made, _ = makers[number].make(batch)
                 yield from np.split(made.input_ids, made.offsets[1:-1])
             rejected += reader.rejected
 

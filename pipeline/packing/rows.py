@@ -5,36 +5,21 @@ positions, mask, boundaries and every per-row figure are written while a segment
 numba, about 5 ns a token; a mask is always stored, so plain text and conversations take the same path.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from pipeline.packing.cutting import Segments
 from pipeline.packing.packers import Bins
+from pipeline.tokens import Documents
 from shards.errors import PackError
 from shards.schema import Layout
 from shards.writer import PackedRows
 
 
-class WindowTokens(NamedTuple):
-    """All documents of a window, flat."""
-
-    input_ids: np.ndarray
-    "int32 (num_tokens,)"
-    loss_mask: np.ndarray
-    "uint8 (num_tokens,): 1 where a token may be a target; empty where all may"
-    offsets: np.ndarray
-    "int64 (num_documents + 1,)"
-    doc_ids: np.ndarray
-    "int64 (num_documents,)"
-    turn_ends: np.ndarray | None = None
-    "int64, flat: where each turn of a conversation ends inside its document"
-    turn_offsets: np.ndarray | None = None
-    "int64 (num_documents + 1,): where each document's turns start in `turn_ends`"
-
-
-def gather(documents: WindowTokens, segments: Segments, bins: Bins, layout: Layout) -> PackedRows:
+def gather(documents: Documents, segments: Segments, bins: Bins, layout: Layout) -> PackedRows:
     """Return the packs of a window.
 
     Args:
@@ -75,7 +60,7 @@ def gather(documents: WindowTokens, segments: Segments, bins: Bins, layout: Layo
     starts = documents.offsets[document] + segments.start[order]
     _fill(
         documents.input_ids,
-        documents.loss_mask,
+        mask_or_empty(documents),
         starts,
         lengths,
         segment_offsets,
@@ -89,6 +74,11 @@ def gather(documents: WindowTokens, segments: Segments, bins: Bins, layout: Layo
         rows.attention_pairs,
     )
     return rows
+
+
+def mask_or_empty(documents: Documents) -> npt.NDArray[np.uint8]:
+    """Return the loss mask as compiled code takes it, which knows no None: empty where every token may be a target."""
+    return np.empty(0, np.uint8) if documents.loss_mask is None else documents.loss_mask
 
 
 @njit(cache=True, nogil=True)

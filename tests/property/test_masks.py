@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
-from pipeline.documents.make import make_documents
+from pipeline.documents.make import DocumentMaker
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import WindowTokens, gather
+from pipeline.packing.rows import gather
 from pipeline.sources.reader import RecordBatch
 from shards.schema import Layout
 
@@ -90,14 +90,12 @@ def refuse(index: int, reason: str) -> None:
 def packed_pairs(encoder: Encoder, records: list[Any], options: RecordOptions, packer: str, seed: int) -> Pairs:
     """Take records through documents, cutting, packing and gathering, and read the pairs off the packs."""
     batch = RecordBatch(records, np.arange(len(records)), 0, str, refuse)
-    documents, _ = make_documents(batch, encoder, options)
-    mask = np.ones(len(documents.input_ids), np.uint8) if documents.loss_mask is None else documents.loss_mask
-    window = WindowTokens(documents.input_ids, mask, documents.offsets, documents.indices)
+    documents, _ = DocumentMaker(encoder, options).make(batch)
     turns = {"turn_ends": documents.turn_ends, "turn_offsets": documents.turn_offsets}
     lengths = np.diff(documents.offsets)
     segments = cut(lengths, SEQ_LEN, options.overlong_policy, truncate_side=options.truncate_side, **turns)
     bins = PACKERS[packer](segments.length, SEQ_LEN, seed=seed)
-    rows = gather(window, segments, bins, Layout(seq_len=SEQ_LEN, max_token_id=encoder.spec.max_id))
+    rows = gather(documents, segments, bins, Layout(seq_len=SEQ_LEN, max_token_id=encoder.spec.max_id))
     pairs: Pairs = Counter()
     for row, (first, last) in enumerate(pairwise(rows.token_offsets.tolist())):
         ids, targets = rows.input_ids[first:last].tolist(), rows.loss_mask[first:last].tolist()

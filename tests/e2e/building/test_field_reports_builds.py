@@ -20,9 +20,10 @@ from pipeline import BuildConfig, RecordOptions, build
 from pipeline.cli import main
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import WindowTokens, gather
+from pipeline.packing.rows import gather
 from pipeline.sources.discovery import resolve_specs
 from pipeline.sources.streams import stream_parts
+from pipeline.tokens import Documents
 from shards import Dataset, PackError, verify
 from shards.order import StepOrder
 from shards.schema import Layout
@@ -242,7 +243,7 @@ def test_rows_stay_readable_when_their_shard_is_unmapped_for_others(write_datase
 def test_an_id_is_stored_as_it_is_or_refused(max_id):
     """huggingface/transformers#2825: 45 % of a vocabulary wrapped around in 16 bits"""
     tokens = np.array([0, 65_535, 65_536, 131_071], np.int32)
-    documents = WindowTokens(tokens, np.ones(4, np.uint8), np.array([0, 4]), np.arange(1))
+    documents = Documents(tokens, np.array([0, 4]), np.arange(1))
     segments = cut(np.array([4]), 8, "split")
     arguments = documents, segments, PACKERS["next-fit"](segments.length, 8), Layout(seq_len=8, max_token_id=max_id)
     if max_id == 131_071:

@@ -14,7 +14,8 @@ import torch
 
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import WindowTokens, gather
+from pipeline.packing.rows import gather
+from pipeline.tokens import Documents
 from shards import Dataset, PackError
 from shards.schema import Layout
 from trainer import PackedCollator, PackLoader
@@ -58,7 +59,7 @@ def rows_of(lengths: list[int], seq_len: int, masks: list[list[int]] | None = No
     total = sum(lengths)
     mask = np.ones(total, np.uint8) if masks is None else np.concatenate(masks).astype(np.uint8)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    documents = WindowTokens(np.arange(total, dtype=np.int32) % 60 + 3, mask, offsets, np.arange(len(lengths)))
+    documents = Documents(np.arange(total, dtype=np.int32) % 60 + 3, offsets, np.arange(len(lengths)), mask)
     segments = cut(np.array(lengths, np.int64), seq_len, "split")
     bins = PACKERS["next-fit"](segments.length, seq_len)
     rows = gather(documents, segments, bins, Layout(seq_len=seq_len, max_token_id=63))

@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import WindowTokens, gather
+from pipeline.packing.rows import gather
+from pipeline.tokens import Documents
 from shards import Dataset
 from shards.manifest import commit, empty_counts, length_histogram
 from shards.plan import plan_id
@@ -50,7 +51,7 @@ def write_dataset(
     layout, sidecars = layout_of(plan), []
     for window, (name, documents) in enumerate(sources.items()):
         lengths = np.array([len(ids) for ids, _ in documents], np.int64)
-        tokens = WindowTokens(
+        tokens = Documents(
             input_ids=np.concatenate([ids for ids, _ in documents]).astype(np.int32),
             loss_mask=np.concatenate([mask for _, mask in documents]).astype(np.uint8),
             offsets=np.concatenate([[0], np.cumsum(lengths)]),

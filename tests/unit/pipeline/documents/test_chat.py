@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
-from pipeline.documents.make import Documents, make_documents
+from pipeline.documents.make import DocumentMaker
 from pipeline.sources.reader import RecordBatch
+from pipeline.tokens import Documents
 from shards.errors import PackError, SourceError
 
 TEMPLATES = Path(__file__).parents[3] / "templates"
@@ -52,7 +53,7 @@ def batch(values: list[Any], reject: Callable[[int, str], None] = refuse) -> Rec
 def make(encoder: Encoder, records: list[Any], template: str | None = None, **options: Any) -> Documents:
     text = None if template is None else (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     options = {"kind": "chat", "chat_template": text, **options}
-    return make_documents(batch(records), encoder, RecordOptions(**options))[0]
+    return DocumentMaker(encoder, RecordOptions(**options)).make(batch(records))[0]
 
 
 def one(encoder: Encoder, messages: list[Any], template: str, **options: Any) -> tuple[list[int], list[int]]:
@@ -61,7 +62,12 @@ def one(encoder: Encoder, messages: list[Any], template: str, **options: Any) ->
     documents = make(encoder, [record], template, **options)
     assert documents.offsets.tolist() == [0, len(documents.input_ids)]
     ids = documents.input_ids.tolist()
-    return ids, [0] + [1] * (len(ids) - 1) if documents.loss_mask is None else documents.loss_mask.tolist()
+    return ids, targets(documents)
+
+
+def targets(documents: Documents) -> list[int]:
+    """Return the mask of one document as a pack has it: its first token is no target."""
+    return [0, *documents.mask_of(1, len(documents.input_ids)).tolist()]
 
 
 def expected(full: Tokenizer, text: str, *answers: str) -> tuple[list[int], list[int]]:
@@ -137,7 +143,7 @@ def test_from_and_value_text_parts_and_role_names_of_old_sets_are_understood(enc
         ]
     }
     documents = make(encoder, [record], "chatml", messages_field="conversations")
-    assert (documents.input_ids.tolist(), documents.loss_mask.tolist()) == expected(full, TALK_TEXT, *ANSWERS)
+    assert (documents.input_ids.tolist(), targets(documents)) == expected(full, TALK_TEXT, *ANSWERS)
 
 
 class TestHistory:
@@ -331,7 +337,7 @@ class TestControlText:
         text = "{% for message in messages %}<|im_start|>{{ message.content }}|im_end|>{% endfor %}"
         talk = [{"role": "user", "content": "a<"}, {"role": "assistant", "content": "b<"}]
         options = RecordOptions(kind="chat", chat_template=text, train_on="all", add_eos=False)
-        documents, _ = make_documents(batch([{"messages": talk}]), encoder, options)
+        documents, _ = DocumentMaker(encoder, options).make(batch([{"messages": talk}]))
         assert documents.input_ids.tolist() == self.pieces(
             encoder, "<|im_start|>", "a<|im_end|>", "<|im_start|>", "b<|im_end|>"
         )
@@ -390,8 +396,8 @@ def test_a_template_that_names_the_prompt_of_a_generation_and_writes_none_still_
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     )
     options = RecordOptions(kind="chat", chat_template=text)
-    documents, _ = make_documents(batch([{"messages": TALK}]), encoder, options)
-    assert (documents.input_ids.tolist(), documents.loss_mask.tolist()) == expected(full, TALK_TEXT, *ANSWERS)
+    documents, _ = DocumentMaker(encoder, options).make(batch([{"messages": TALK}]))
+    assert (documents.input_ids.tolist(), targets(documents)) == expected(full, TALK_TEXT, *ANSWERS)
 
 
 @pytest.mark.parametrize("train_on", ["last-assistant", "all"])
@@ -408,7 +414,7 @@ def test_contents_that_the_template_leaves_out_are_missed_in_turns_that_are_not_
     )
     options = RecordOptions(kind="chat", chat_template=text, train_on=train_on)
     with pytest.raises(SourceError, match="leaves out content of message 1"):
-        make_documents(batch([{"messages": talk}]), encoder, options)
+        DocumentMaker(encoder, options).make(batch([{"messages": talk}]))
 
 
 def test_an_answer_may_come_first(encoder, full):
@@ -447,7 +453,7 @@ def test_turns_cut_off_on_the_left_are_exchanges_so_that_a_user_speaks_first(enc
 def test_a_completion_is_never_left_without_its_prompt(encoder):
     options = {"kind": "instruction", "overlong": "truncate-turns", "truncate_side": "left"}
     record = {"prompt": "Where is Paris?", "completion": " In France."}
-    documents, _ = make_documents(batch([record]), encoder, RecordOptions(**options))
+    documents, _ = DocumentMaker(encoder, RecordOptions(**options)).make(batch([record]))
     assert documents.turn_ends.tolist() == [len(documents.input_ids)]
 
 
@@ -508,8 +514,8 @@ def test_bad_records_can_be_listed_instead(encoder, full):
     template = (TEMPLATES / "instruct.jinja").read_text(encoding="utf-8")
     options = RecordOptions(kind="chat", chat_template=template)
     rejected = {}
-    documents, drops = make_documents(batch(records, rejected.__setitem__), encoder, options)
-    assert documents.indices.tolist() == [2]
+    documents, drops = DocumentMaker(encoder, options).make(batch(records, rejected.__setitem__))
+    assert documents.doc_ids.tolist() == [2]
     assert list(rejected) == [0]
     assert rejected[0].startswith("the chat template refuses it (roles must alternate)")
     assert drops == {"empty": 1}
@@ -523,7 +529,7 @@ def test_a_tokenizer_without_a_template_says_so(bos_tokenizer_dir):
 def test_a_broken_template_is_named_with_its_line(encoder):
     options = RecordOptions(kind="chat", chat_template="{{ bos_token }}\n{% for %}")
     with pytest.raises(PackError, match="chat template, line 2: "):
-        make_documents(batch([{"messages": [ASK, REPLY]}]), encoder, options)
+        DocumentMaker(encoder, options).make(batch([{"messages": [ASK, REPLY]}]))
 
 
 def test_conversations_have_no_completion(encoder):

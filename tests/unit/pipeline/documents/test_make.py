@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import AddedTokens
 from pipeline.documents.encoder import Encoder
-from pipeline.documents.make import Documents, explain_no_targets, make_documents
-from pipeline.documents.masked_encoding import PieceEncoder
+from pipeline.documents.make import DocumentMaker, explain_no_targets
+from pipeline.documents.masked_encoding import ChunkEncoder
 from pipeline.sources.reader import RecordBatch
+from pipeline.tokens import Documents
 from shards.errors import PackError, SourceError
 
 TEMPLATES = Path(__file__).parents[3] / "templates"
@@ -46,7 +47,7 @@ def refuse(index: int, reason: str) -> None:
 
 def make(encoder: Encoder, values: list[Any], kind: str = "text", **options: Any) -> tuple[Documents, dict[str, int]]:
     batch = RecordBatch(values, np.arange(len(values)) * 2, 0, str, refuse)
-    return make_documents(batch, encoder, RecordOptions(kind=kind, **options))
+    return DocumentMaker(encoder, RecordOptions(kind=kind, **options)).make(batch)
 
 
 def split(documents: Documents) -> list[list[int]]:
@@ -69,7 +70,7 @@ class TestText:
         plain = [encoder.encode([text])[0].tolist() for text in TEXTS]
         assert split(documents) == [[*ids, encoder.spec.eos_id] for ids in plain]
         assert documents.loss_mask is None
-        assert documents.indices.tolist() == [0, 2, 4, 6]
+        assert documents.doc_ids.tolist() == [0, 2, 4, 6]
         assert drops == {}
 
     def test_eos_can_be_left_out(self, encoder):
@@ -102,7 +103,7 @@ class TestText:
     def test_empty_texts_are_counted_and_leave_no_document(self, encoder):
         documents, drops = make(encoder, ["", "one", "", " "])
         assert drops == {"empty": 2}
-        assert documents.indices.tolist() == [2, 6]
+        assert documents.doc_ids.tolist() == [2, 6]
         assert len(documents.offsets) == 3
 
     def test_nothing_at_all_is_no_fault(self, encoder):
@@ -212,23 +213,23 @@ class TestInstruction:
             make(encoder, [pair("a", "b")], "instruction", train_on="user")
 
 
-class TestPieces:
+class TestChunks:
     """Borders of tokens, from ids alone where they tell it."""
 
     @pytest.mark.parametrize("name", ["tokenizer_dir", "bos_tokenizer_dir", "unigram_tokenizer_dir"])
     def test_borders_cut_a_text_where_the_offsets_do(self, name, request):
         encoder = Encoder(request.getfixturevalue(name))
-        pieces, cuts = PieceEncoder(encoder), 0
+        chunks, cuts = ChunkEncoder(encoder), 0
         for text in TEXTS:
             ids, spans = encoder.encode_with_spans(text)
             for point in range(len(text) + 1):
-                starts, stops, (at,) = pieces.borders(text, ids, [point], begins=True)
+                starts, stops, (at,) = chunks.token_offsets(text, ids, [point], begins=True)
                 assert (stops > at).tolist() == (spans[:, 1] > point).tolist()
                 assert (starts < at).tolist() == (spans[:, 0] < point).tolist()
                 cuts += at > 0
         assert cuts > 100
 
-    def test_a_space_that_the_tokenizer_puts_before_a_text_comes_before_the_first_piece_only(
+    def test_a_space_that_the_tokenizer_puts_before_a_text_comes_before_the_first_chunk_only(
         self, bos_tokenizer_dir, tmp_path
     ):
         for file in Path(bos_tokenizer_dir).iterdir():
