@@ -17,8 +17,9 @@ from pipeline.building.window import read_documents
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
-from pipeline.sources.discovery import Source, resolve_specs
+from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import WindowReader
+from pipeline.sources.windows import Source
 from pipeline.tokens import Documents
 from shards.errors import counted
 from shards.plan import Plan
@@ -37,7 +38,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
     dataset = Dataset(path)
     plan = dataset.plan
     options = {source["name"]: RecordOptions(**source["records"]) for source in plan["sources"]}
-    sources = resolve_specs(specs, next(iter(options.values())), options)
+    sources = resolve_sources(specs, next(iter(options.values())), options)
     found = [[file.as_plan() for file in source.files] for source in sources]
     for source, files in zip(plan["sources"], found, strict=False):
         for old, new in zip(source["files"], files, strict=False):

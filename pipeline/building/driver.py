@@ -27,16 +27,9 @@ from pipeline.documents.encoder import REFERENCE
 from pipeline.documents.make import check_options
 from pipeline.documents.tokenizer import load_spec
 from pipeline.packing.packers import PACKERS, compile_kernels, kernels_compiled
-from pipeline.sources.discovery import (
-    Slice,
-    Source,
-    Window,
-    check_unchanged,
-    cut_windows,
-    enumerate_streams,
-    resolve_specs,
-)
+from pipeline.sources.discovery import check_unchanged, resolve_sources
 from pipeline.sources.streams import stream_parts
+from pipeline.sources.windows import Slice, Source, Window, cut_windows, enumerate_streams
 from shards.errors import FormatError, PackError, counted
 from shards.manifest import Record, commit, read_sidecar
 from shards.plan import Plan, plan_id
@@ -76,7 +69,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     progress = progress or Progress()
     begin = time.time()
     _refuse_idle_policy(config)
-    sources = resolve_specs(config.sources, config.records, config.source_records)
+    sources = resolve_sources(config.sources, config.records, config.source_records)
     for source in sources:
         if source.skipped:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(source.skipped.items()))
@@ -192,7 +185,7 @@ def make_plan(
             {"name": source.name, "records": asdict(source.options), "files": [file.as_plan() for file in source.files]}
             for source in sources
         ],
-        "windows": [[window.source, [list(piece) for piece in window.slices]] for window in windows],
+        "windows": [[window.source, [list(slice_) for slice_ in window.slices]] for window in windows],
         "part_bytes": part_bytes,
     }
 
@@ -236,7 +229,9 @@ def _redo(job: Job, config: BuildConfig, suspects: set[int], progress: Progress)
 
 def _planned(plan: Plan, chosen: Iterable[int]) -> list[Task]:
     windows = plan["windows"]
-    return [Task(number, windows[number][0], tuple(Slice(*piece) for piece in windows[number][1])) for number in chosen]
+    return [
+        Task(number, windows[number][0], tuple(Slice(*slice_) for slice_ in windows[number][1])) for number in chosen
+    ]
 
 
 def all_tasks(plan: Plan, sources: list[Source]) -> Iterator[Task]:
@@ -256,9 +251,9 @@ class _Stream:
 
     def __iter__(self) -> Iterator[Task]:
         for source, file in self.files:
-            for piece, payload in stream_parts(self.sources[source], file, self.part_bytes):
+            for slice_, payload in stream_parts(self.sources[source], file, self.part_bytes):
                 self.next_window += 1
-                yield Task(self.next_window - 1, source, (piece,), payload)
+                yield Task(self.next_window - 1, source, (slice_,), payload)
 
 
 def _committed(store: Store, job: Job, task: Task) -> Record | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipeline.documents.encoder import REFERENCE
 from pipeline.documents.make import explain_no_targets
 from pipeline.formatting import reasons
-from pipeline.sources.discovery import Source
+from pipeline.sources.windows import Source
 from shards.errors import PackError, counted
 from shards.manifest import Record, add_counts, empty_counts, read_sidecar, sidecar_name
 from shards.publish import Store

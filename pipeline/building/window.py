@@ -18,8 +18,8 @@ from pipeline.documents.make import DocumentMaker
 from pipeline.packing.cutting import Segments, cut
 from pipeline.packing.packers import PACKERS, lower_bound
 from pipeline.packing.rows import count_targets, gather, mask_or_empty
-from pipeline.sources.discovery import Slice, Source
 from pipeline.sources.reader import RecordBatch, Rejected, WindowReader
+from pipeline.sources.windows import Slice, Source
 from pipeline.tokens import Documents, concatenate
 from shards.errors import PackError
 from shards.manifest import LONGEST, empty_counts, length_histogram, sidecar_name
@@ -44,7 +44,7 @@ class Task:
     def describe(self, sources: list[Source]) -> str:
         """Return where in the corpus this window lies, for messages."""
         source = sources[self.source]
-        parts = [f"{source.files[piece.file].name}[{piece.start}:{piece.stop}]" for piece in self.slices[:3]]
+        parts = [f"{source.files[slice_.file].name}[{slice_.start}:{slice_.stop}]" for slice_ in self.slices[:3]]
         more = f" and {len(self.slices) - 3} more" if len(self.slices) > 3 else ""
         return f"window {self.window} (source {source.name!r}: {', '.join(parts)}{more})"
 

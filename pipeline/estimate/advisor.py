@@ -22,8 +22,9 @@ from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, load_shape
 from pipeline.report.padding import Rows, bucketed
-from pipeline.sources.discovery import Source, cut_windows, enumerate_streams, resolve_specs
+from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import WindowReader
+from pipeline.sources.windows import Source, cut_windows, enumerate_streams
 from shards.errors import PackError, counted
 
 SEQ_LENS = tuple(1 << k for k in range(10, 18))
@@ -75,7 +76,7 @@ def plan_corpus(
     if not seconds > 0:  # nor a number at all
         raise PackError(f"--seconds: {seconds:g}; expected more than 0, such as 20.")
     shape = load_shape(model) if model else DEFAULT_SHAPE
-    found = resolve_specs(sources, records, source_records)
+    found = resolve_sources(sources, records, source_records)
     if len({source.options.parse_special for source in found}) > 1:
         raise PackError("--parse-special: differs between sources; a plan needs one for all. Plan them one by one.")
     encoder = Encoder(tokenizer, parse_special=found[0].options.parse_special)
@@ -95,7 +96,7 @@ def plan(
     """Sample a corpus and work out what a build would give.
 
     Args:
-        sources: From `sources.resolve_specs`.
+        sources: From `sources.resolve_sources`.
         encoder: The tokenizer.
         seconds: Most time for reading and tokenizing.
         seed: Of the places that are sampled.

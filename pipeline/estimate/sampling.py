@@ -14,9 +14,10 @@ from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.sources.discovery import Slice, Source, cut_windows, enumerate_streams, resolve_specs
+from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import Rejected, WindowReader
 from pipeline.sources.streams import stream_parts
+from pipeline.sources.windows import Slice, Source, cut_windows, enumerate_streams
 from shards.errors import PackError
 from shards.reader import Pack
 
@@ -68,7 +69,7 @@ def _documents(
     specs: tuple[str, ...], encoder: Encoder, options: RecordOptions, seed: int, rejected: list[Rejected]
 ) -> Iterator[np.ndarray]:
     """Yield the ids of each document, and enter bad records into `rejected`."""
-    sources = resolve_specs(specs, options)
+    sources = resolve_sources(specs, options)
     windows, _ = cut_windows(sources, CHUNK_BYTES)
     random.Random(seed).shuffle(windows)
     makers = [DocumentMaker(encoder, source.options) for source in sources]
@@ -86,8 +87,8 @@ def chunk_readers(source: Source, place: tuple[Slice, ...] | int) -> Iterator[Wi
     if isinstance(place, tuple):
         yield WindowReader(source, place, on_error="skip")
     else:
-        for piece, payload in stream_parts(source, place, CHUNK_BYTES):
-            yield WindowReader(source, (piece,), on_error="skip", payload=payload)
+        for slice_, payload in stream_parts(source, place, CHUNK_BYTES):
+            yield WindowReader(source, (slice_,), on_error="skip", payload=payload)
 
 
 def alone(ids: np.ndarray) -> Pack:

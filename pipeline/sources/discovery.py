@@ -1,25 +1,33 @@
-"""Which files a corpus is, and how it is cut into windows.
+"""Which files a corpus is.
 
 A SOURCE argument becomes files in a fixed order (by name), each with its size and a cheap fingerprint of its content:
-both ends and fixed samples, or the etag of an object store; never a modification time. Windows are cut from order and
-sizes alone, so that any worker finds its own slice; a line belongs to the slice in which its first byte lies. What
-cannot be cut without reading it (`streamed`) is cut while reading, by `streams.py`. A new format is an entry in
-`SUFFIXES` and a reader in `records.py`.
+both ends and fixed samples, or the etag of an object store; never a modification time. A new format is an entry in
+`SUFFIXES`, and a way to cut it (`windows.py`) and to read it (`reader.py`).
 """
 
 import glob
 import os
 import re
 import stat
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from pipeline.config import MIB, RecordOptions
-from pipeline.sources.files import changed, filesystem_of, fingerprint, is_url, open_source, reaching, size_of
-from pipeline.sources.hub import arrow_units, hub_files, is_lines, parquet_units, refuse_foreign, saved_files
+from pipeline.config import RecordOptions
+from pipeline.sources.files import (
+    changed,
+    filesystem_of,
+    fingerprint,
+    is_lines,
+    is_url,
+    open_source,
+    reaching,
+    refuse_foreign,
+    size_of,
+)
+from pipeline.sources.hub import hub_files, saved_files
+from pipeline.sources.tables import arrow_units, parquet_units
+from pipeline.sources.windows import Source, SourceFile
 from shards.errors import SourceError
 
 SUFFIXES = {
@@ -35,64 +43,13 @@ MAGIC_CHARACTERS = re.compile(r"[*?\[]")
 HEAD_BYTES = 64 << 10
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of a source; `as_plan` is what identifies it, wherever it lies."""
-
-    name: str
-    "Path below the SOURCE argument, with '/': stable when the corpus moves."
-    location: str
-    "Absolute path or URL; '-' for stdin."
-    bytes: int | None
-    "Size; None where it is unknown."
-    format: str
-    "A value of SUFFIXES."
-    compression: str | None
-    "gzip, zstd or None."
-    fingerprint: str
-    "Cheap content fingerprint; empty for stdin."
-    units: tuple[int, ...] = field(default=(), repr=False)
-    "Parquet: uncompressed bytes of each row group. Arrow: number of rows of each record batch."
-
-    def as_plan(self) -> dict[str, Any]:
-        """Return the JSON-able part that identifies the file."""
-        kept = ("name", "bytes", "format", "compression", "fingerprint")
-        return {name: getattr(self, name) for name in kept}
-
-
-@dataclass(frozen=True)
-class Source:
-    """Files that share a name and the options for turning records into documents."""
-
-    name: str
-    files: tuple[SourceFile, ...]
-    options: RecordOptions
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    "Files of a directory that were left out: kind -> number."
-
-
-class Slice(NamedTuple):
-    """A piece of a file: bytes (jsonl, text), row groups (parquet), rows (arrow), or lines of a streamed file."""
-
-    file: int
-    start: int
-    stop: int
-
-
-class Window(NamedTuple):
-    """What one task reads: slices of one source."""
-
-    source: int
-    slices: tuple[Slice, ...]
-
-
-def resolve_specs(
-    specs: Iterable[str], options: RecordOptions, by_name: Mapping[str, RecordOptions] | None = None
+def resolve_sources(
+    arguments: Iterable[str], options: RecordOptions, by_name: Mapping[str, RecordOptions] | None = None
 ) -> list[Source]:
     """Turn SOURCE arguments into sources, in the order in which their names first appear.
 
     Args:
-        specs: Files, globs, directories, '-', saved datasets, hf:NAME, URLs; each may be NAME=SOURCE.
+        arguments: Files, globs, directories, '-', saved datasets, hf:NAME, URLs; each may be NAME=SOURCE.
         options: How records become documents, for sources without an entry in `by_name`.
         by_name: Options by source name.
 
@@ -101,12 +58,12 @@ def resolve_specs(
     """
     by_name = by_name or {}
     groups: dict[str, list[str]] = {}
-    for spec in specs:
-        if not spec:
+    for argument in arguments:
+        if not argument:
             raise SourceError(
-                "SOURCE: is empty; expected a file, directory, dataset or URL. Check the quoted variable."
+                "SOURCE is an empty string; expected a file, directory, dataset or URL. Is a shell variable unset?"
             )
-        name, rest = _split_name(spec)
+        name, rest = _split_name(argument)
         groups.setdefault(name, []).append(rest)
     if stray := sorted(set(by_name) - set(groups)):
         raise SourceError(
@@ -116,55 +73,6 @@ def resolve_specs(
     if not groups:
         raise SourceError("no SOURCE given; expected at least one file, directory or dataset.")
     return [_source(name, group, by_name.get(name, options)) for name, group in groups.items()]
-
-
-def default_window_bytes(sources: Iterable[Source]) -> int:
-    """Return a sixteenth of the corpus, between 16 and 256 MiB; 64 MiB where a size is unknown."""
-    sizes = [_weight(file) for source in sources for file in source.files]
-    known = [size for size in sizes if size is not None]
-    return 64 * MIB if len(known) < len(sizes) else min(max(sum(known) // 16, 16 * MIB), 256 * MIB)
-
-
-def cut_windows(sources: list[Source], window_bytes: int | None = None) -> tuple[list[Window], int]:
-    """Cut every source into windows of equal size, at most `window_bytes` where its units allow.
-
-    Streamed files are left out (see `enumerate_streams`). A pure function of names, sizes and metadata.
-
-    Returns:
-        The windows in plan order, and the size in bytes at which streamed files are cut.
-    """
-    limit = window_bytes or default_window_bytes(sources)
-    windows = []
-    for number, source in enumerate(sources):
-        files = [(index, file) for index, file in enumerate(source.files) if not is_streamed(file, source.options)]
-        total = sum(_weight(file) or 0 for _, file in files)
-        count = max(1, -(-total // limit))
-        bounds = [total * index // count for index in range(count + 1)]
-        slices: list[list[Slice]] = [[] for _ in range(count)]
-        begin = 0
-        for index, file in files:
-            for window, piece in _pieces(index, file, source.options, begin, bounds):
-                slices[window].append(piece)
-            begin += _weight(file) or 0
-        windows += [Window(number, tuple(pieces)) for pieces in slices if pieces]
-    return windows, limit
-
-
-def is_streamed(file: SourceFile, options: RecordOptions) -> bool:  # noqa: ARG001
-    """Whether a file cannot be cut without reading it."""
-    if file.compression is not None or file.location == "-" or file.format in ("json", "csv", "tsv"):
-        return True
-    return file.format == "arrow" and is_url(file.location)  # the form that `datasets` writes has no index
-
-
-def enumerate_streams(sources: list[Source]) -> list[tuple[int, int]]:
-    """Return (source, file) of every streamed file, in plan order."""
-    return [
-        (number, index)
-        for number, source in enumerate(sources)
-        for index, file in enumerate(source.files)
-        if is_streamed(file, source.options)
-    ]
 
 
 def check_unchanged(sources: Iterable[Source]) -> None:
@@ -182,26 +90,28 @@ def check_unchanged(sources: Iterable[Source]) -> None:
                 raise changed(file.name)
 
 
-def _split_name(spec: str) -> tuple[str, str]:
-    named = NAMED.fullmatch(spec)
-    if named is None or os.path.exists(spec) or (MAGIC_CHARACTERS.search(spec) and glob.glob(spec)):
-        return UNNAMED, os.path.expanduser(spec)  # a path may hold '=', as Hive partitions do
+def _split_name(argument: str) -> tuple[str, str]:
+    named = NAMED.fullmatch(argument)
+    if named is None or os.path.exists(argument) or (MAGIC_CHARACTERS.search(argument) and glob.glob(argument)):
+        return UNNAMED, os.path.expanduser(argument)  # a path may hold '=', as Hive partitions do
     return named[1], os.path.expanduser(named[2])  # no shell expands a ~ behind an equals sign
 
 
-def _source(name: str, specs: list[str], options: RecordOptions) -> Source:
+def _source(name: str, arguments: list[str], options: RecordOptions) -> Source:
     skipped: dict[str, int] = {}
     found: dict[str, SourceFile] = {}
-    for spec in specs:
-        for file in _expand(spec, options, skipped):
+    for argument in arguments:
+        for file in _expand(argument, options, skipped):
             if file.location in found:
-                raise SourceError(f"{spec}: {file.name} is given twice for source {name!r}; expected once. Omit one.")
+                raise SourceError(
+                    f"{argument}: {file.name} is given twice for source {name!r}; expected once. Omit one."
+                )
             found[file.location] = file
     filled = [file for file in found.values() if file.bytes != 0]
     if len(filled) < len(found):
         skipped["empty"] = len(found) - len(filled)
     if not filled:
-        what = f"{next(iter(found.values())).name}: empty file" if found else f"{specs[0]}: no files to read"
+        what = f"{next(iter(found.values())).name}: empty file" if found else f"{arguments[0]}: no files to read"
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(skipped.items()))
         left = f" ({kinds} left out)" if kinds and len(found) != 1 else ""
         raise SourceError(f"{what}{left}; expected at least one record. Check the SOURCE.")
@@ -223,30 +133,30 @@ def _distinct(files: list[SourceFile]) -> list[SourceFile]:
     return renamed
 
 
-def _expand(spec: str, options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
+def _expand(argument: str, options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
     """Return the files of one SOURCE argument."""
-    if spec == "-":
+    if argument == "-":
         return [SourceFile("stdin", "-", None, options.format or "jsonl", None, "")]
-    if spec.startswith("hf:"):
-        return [_file(name, location, "arrow") for name, location in hub_files(spec)]
-    if is_url(spec):
-        return _expand_url(spec, options, skipped)
-    if MAGIC_CHARACTERS.search(spec) and not os.path.exists(spec):
-        root, matches = _above(spec) or ".", glob.glob(spec, recursive=True)
-        directories = [] if "**" in spec else [path for path in matches if os.path.isdir(path)]
+    if argument.startswith("hf:"):
+        return [_file(name, location, "arrow") for name, location in hub_files(argument)]
+    if is_url(argument):
+        return _expand_url(argument, options, skipped)
+    if MAGIC_CHARACTERS.search(argument) and not os.path.exists(argument):
+        root, matches = _glob_root(argument) or ".", glob.glob(argument, recursive=True)
+        directories = [] if "**" in argument else [path for path in matches if os.path.isdir(path)]
         others = [path for path in matches if os.path.exists(path) and not os.path.isdir(path)]
         files = [_local(path, os.path.relpath(path, root), options) for path in others]
         return files + [file for path in directories for file in _expand_directory(path, root, options, skipped)]
-    if os.path.isdir(spec):
-        return _expand_directory(spec, spec, options, skipped)
-    if not os.path.exists(spec):
-        name = spec.partition("=")[0] if "=" in spec else "/"
+    if os.path.isdir(argument):
+        return _expand_directory(argument, argument, options, skipped)
+    if not os.path.exists(argument):
+        name = argument.partition("=")[0] if "=" in argument else "/"
         hint = "" if "/" in name else " A name before = takes letters, digits, _, . and - alone."
-        raise SourceError(f"{spec}: no such file or directory; expected a SOURCE. Check the path.{hint}")
-    return [_local(spec, os.path.basename(spec), options)]
+        raise SourceError(f"{argument}: no such file or directory; expected a SOURCE. Check the path.{hint}")
+    return [_local(argument, os.path.basename(argument), options)]
 
 
-def _above(pattern: str) -> str:
+def _glob_root(pattern: str) -> str:
     """Return the directory above the first wildcard of a glob."""
     return os.path.dirname(MAGIC_CHARACTERS.split(pattern, maxsplit=1)[0])
 
@@ -260,17 +170,17 @@ def _expand_directory(path: str, root: str, options: RecordOptions, skipped: dic
     return _choose([(location, os.path.relpath(location, root)) for location in found], options, skipped)
 
 
-def _expand_url(spec: str, options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
-    filesystem, path = filesystem_of(spec)
-    with reaching(spec):
+def _expand_url(argument: str, options: RecordOptions, skipped: dict[str, int]) -> list[SourceFile]:
+    filesystem, path = filesystem_of(argument)
+    with reaching(argument):
         if MAGIC_CHARACTERS.search(path):
-            root, paths = _above(path), filesystem.glob(path)
+            root, paths = _glob_root(path), filesystem.glob(path)
         elif filesystem.isfile(path):
             root, paths = os.path.dirname(path), [path]
         else:
             root, paths = path, filesystem.find(path)
     if not paths:
-        raise SourceError(f"{spec}: nothing there; expected a file or folder. Check the URL and the credentials.")
+        raise SourceError(f"{argument}: nothing there; expected a file or folder. Check the URL and the credentials.")
     names = [path[len(root) :].lstrip("/") or os.path.basename(path) for path in paths]
     found = list(zip(map(filesystem.unstrip_protocol, paths), names, strict=True))
     return [_local(*found[0], options)] if len(found) == 1 else _choose(found, options, skipped)
@@ -335,38 +245,3 @@ def _file(name: str, location: str, kind: str, compression: str | None = None) -
     if size and compression is None and kind in ("parquet", "arrow"):
         units = parquet_units(location, name) if kind == "parquet" else arrow_units(location, name)
     return SourceFile(name, location, size, kind, compression, fingerprint(location), units)
-
-
-def _weight(file: SourceFile) -> int | None:
-    """Return the bytes by which a file counts: uncompressed ones for Parquet."""
-    return sum(file.units) if file.format == "parquet" else file.bytes
-
-
-def _pieces(
-    index: int, file: SourceFile, options: RecordOptions, begin: int, bounds: list[int]
-) -> Iterable[tuple[int, Slice]]:
-    """Cut one file, which begins at byte `begin` of the source, at the bounds: (window, slice) pairs.
-
-    A unit that cannot be cut (a text file, a row group) goes to the window in which it begins.
-    """
-    size = _weight(file) or 0
-    if file.format == "parquet":
-        at = begin
-        groups: dict[int, list[int]] = {}
-        for group, weight in enumerate(file.units):
-            groups.setdefault(min(bisect_right(bounds, at), len(bounds) - 1) - 1, []).append(group)
-            at += weight
-        return [(window, Slice(index, members[0], members[-1] + 1)) for window, members in groups.items()]
-    if file.format == "text" and options.text_unit == "file":
-        return [(bisect_right(bounds, begin) - 1, Slice(index, 0, size))] if size else []
-    total = sum(file.units) if file.format == "arrow" else size
-    pieces = []
-    for window in range(bisect_right(bounds, begin) - 1, len(bounds) - 1):
-        if bounds[window] >= begin + size:
-            break
-        # Rows are placed by their share of the file's bytes; where units are bytes, this is the identity.
-        start = (max(bounds[window], begin) - begin) * total // size
-        stop = (min(bounds[window + 1], begin + size) - begin) * total // size
-        if stop > start:
-            pieces.append((window, Slice(index, start, stop)))
-    return pieces

@@ -1,15 +1,22 @@
-"""Corpus files as bytes: local paths and fsspec URLs, opened, measured and fingerprinted the same way."""
+"""Corpus files as bytes: local paths and fsspec URLs, opened, measured, fingerprinted and sniffed the same way."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
+import orjson
 import xxhash
 
 from shards.errors import PackError, SourceError, reason_of
 
+BATCH_BYTES = 4 << 20  # read and parsed at once
 END_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 64 << 10, 4 << 10, 14
+COMPRESSED = (  # first bytes, name, way out
+    (b"\x1f\x8b\x08", "gzip", "Decompress it (gzip -dc), or give a file whose name ends in .gz."),
+    (b"\x28\xb5\x2f\xfd", "zstd", "Decompress it (zstd -dc), or give a file whose name ends in .zst."),
+    (b"\xfd7zXZ\0", "xz", "Decompress it (xz -dc)."),
+)
 ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "checksum")
 
 
@@ -112,3 +119,23 @@ def changed(name: str) -> SourceError:
     return SourceError(
         f"{name}: changed while it was read; expected the same bytes throughout. Build again with --overwrite."
     )
+
+
+def refuse_foreign(head: bytes, name: str) -> None:
+    """Raise SourceError for a file that should be text and begins with the mark of UTF-16 or of compressed data."""
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise SourceError(f"{name}: is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+    for mark, kind, remedy in COMPRESSED:
+        if head.startswith(mark):
+            raise SourceError(f"{name}: is {kind} data, which its name does not say; expected text in UTF-8. {remedy}")
+
+
+def is_lines(head: bytes) -> bool:
+    """Whether a file that begins so holds one JSON object per line, whatever its name says."""
+    line, newline, _ = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
+    if not newline or not line.startswith(b"{"):
+        return False
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False

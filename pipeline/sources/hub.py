@@ -1,7 +1,6 @@
-"""Data saved by other tools: datasets folders, hub datasets, Arrow and Parquet metadata.
+"""Datasets of the `datasets` library: folders of `save_to_disk`, and the hub through its cache.
 
-A folder of `save_to_disk`, and a hub dataset once `datasets` has put it into its cache, are lists of Arrow files. Only
-finding the hub's needs `datasets`; workers map the files themselves.
+Both are lists of Arrow files. Only finding the hub's needs `datasets`; workers map the files themselves.
 """
 
 import os
@@ -12,16 +11,9 @@ from typing import Any
 
 import orjson
 
-from pipeline.sources.files import is_url, open_source
+from pipeline.sources.files import open_source
+from pipeline.sources.tables import arrow_units
 from shards.errors import SourceError, quiet_hub, reason_of
-
-CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
-STREAM_END = CONTINUES + bytes(4)
-COMPRESSED = (  # first bytes, name, way out
-    (b"\x1f\x8b\x08", "gzip", "Decompress it (gzip -dc), or give a file whose name ends in .gz."),
-    (b"\x28\xb5\x2f\xfd", "zstd", "Decompress it (zstd -dc), or give a file whose name ends in .zst."),
-    (b"\xfd7zXZ\0", "xz", "Decompress it (xz -dc)."),
-)
 
 
 def saved_files(path: str) -> list[str] | None:
@@ -47,23 +39,23 @@ def saved_files(path: str) -> list[str] | None:
         raise SourceError(f"{state}: not the state of a saved dataset ({error!r}). Save the dataset again.") from None
 
 
-def hub_files(spec: str) -> list[tuple[str, str]]:
+def hub_files(argument: str) -> list[tuple[str, str]]:
     """Fetch a dataset through `datasets`, and return (stable name, path) of its Arrow files.
 
     Args:
-        spec: hf:NAME[/CONFIG][:SPLIT]; NAME may be a directory here. The split is train by default.
+        argument: hf:NAME[/CONFIG][:SPLIT]; NAME may be a directory here. The split is train by default.
 
     Raises:
         SourceError: There is no such dataset, configuration or split.
     """
     import datasets
 
-    name, split = spec[3:], "train"
+    name, split = argument[3:], "train"
     head, _, tail = name.rpartition(":")
     if head and "/" not in tail and not os.path.exists(name):
         name, split = head, tail
     if not name.strip("/"):
-        raise SourceError(f"{spec} names no dataset; expected hf:NAME, hf:NAME/CONFIG or hf:NAME:SPLIT.")
+        raise SourceError(f"{argument} names no dataset; expected hf:NAME, hf:NAME/CONFIG or hf:NAME:SPLIT.")
     faults: list[Exception] = []
     for path, config in _candidates(name):
         try:
@@ -74,10 +66,10 @@ def hub_files(spec: str) -> list[tuple[str, str]]:
             continue
         files = [entry["filename"] for entry in dataset.cache_files]
         if sum(sum(arrow_units(file, name)) for file in files) != len(dataset):
-            raise SourceError(f"{spec}: is a part of its files; expected a whole split. Use save_to_disk first.")
+            raise SourceError(f"{argument}: is a part of its files; expected a whole split. Use save_to_disk first.")
         return [(f"{name}:{split}/{os.path.basename(file)}", file) for file in files]
     raise SourceError(
-        f"{spec}: no such dataset or split here or on the hub ({reason_of(faults[0])}). "
+        f"{argument}: no such dataset or split here or on the hub ({reason_of(faults[0])}). "
         "Check the name, the split and the network, or give files or a directory."
     )
 
@@ -107,89 +99,6 @@ def _quiet(datasets: Any) -> Iterator[None]:
     finally:
         if shown:
             datasets.enable_progress_bars()
-
-
-def parquet_units(location: str, name: str) -> tuple[int, ...]:
-    """Return the uncompressed bytes of each row group.
-
-    Raises:
-        SourceError: The file is not Parquet.
-    """
-    import pyarrow.parquet as pq
-
-    with reading_as("Parquet", name), open_source(location) as stream:
-        metadata = pq.ParquetFile(stream).metadata
-        return tuple(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-
-
-def arrow_units(location: str, name: str) -> tuple[int, ...]:
-    """Return the rows of each record batch of a local Arrow file; nothing for a URL.
-
-    Raises:
-        SourceError: The file is not Arrow.
-    """
-    if is_url(location):
-        return ()
-    with reading_as("Arrow", name):
-        return tuple(batch.num_rows for batch in arrow_batches(location))
-
-
-def arrow_batches(location: str) -> Iterator[Any]:
-    """Yield the record batches of an Arrow file; a local one is mapped, not copied."""
-    import pyarrow as pa
-
-    source: Any = pa.PythonFile(open_source(location), mode="r") if is_url(location) else pa.memory_map(location)
-    with source:
-        yield from ipc_batches(source)
-
-
-def ipc_batches(source: Any) -> Iterator[Any]:
-    """Yield the record batches of an Arrow IPC stream or file, opened by pyarrow."""
-    import pyarrow as pa
-
-    head = source.read(6)
-    source.seek(0)
-    if head == b"ARROW1":
-        reader = pa.ipc.open_file(source)
-        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-        return
-    if head.startswith(CONTINUES):  # not the older form, whose end is harder to tell from data
-        source.seek(max(0, source.size() - 8))
-        if source.read(8) != STREAM_END:  # cut between two batches it would read as a whole, shorter stream
-            raise pa.ArrowInvalid("the mark at the end of the stream is missing, the file seems cut off")
-        source.seek(0)
-    yield from pa.ipc.open_stream(source)
-
-
-@contextmanager
-def reading_as(kind: str, name: str) -> Iterator[None]:
-    """Turn what pyarrow raises for a file that is not what its name says into a `SourceError`."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{name}: cannot be read as {kind} ({reason_of(error)}). Write the file again.") from None
-
-
-def refuse_foreign(head: bytes, name: str) -> None:
-    """Raise SourceError for a file that should be text and begins with the mark of UTF-16 or of compressed data."""
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise SourceError(f"{name}: is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
-    for mark, kind, remedy in COMPRESSED:
-        if head.startswith(mark):
-            raise SourceError(f"{name}: is {kind} data, which its name does not say; expected text in UTF-8. {remedy}")
-
-
-def is_lines(head: bytes) -> bool:
-    """Whether a file that begins so holds one JSON object per line, whatever its name says."""
-    line, newline, _ = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
-    if not newline or not line.startswith(b"{"):
-        return False
-    try:
-        return isinstance(orjson.loads(line), dict)
-    except orjson.JSONDecodeError:
-        return False
 
 
 def _read(path: str) -> bytes:

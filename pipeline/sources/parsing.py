@@ -1,7 +1,7 @@
 """What a record is: raw bytes or column values to text or objects, and a name for everything that is not one.
 
-`many` takes the fast road for a whole batch (one C call per record) and gives up with None; `one` then finds out which
-record is bad, and why.
+`parse_batch` is the fast path (one C call per record) and returns None if any record is bad; `parse_one` then says
+which, and why.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from pipeline.config import RecordOptions
-from pipeline.sources.streams import FAULT
 
+FAULT = "shardpack: unreadable row"  # the only key of a line that stands for one: the reason, or [reason, row]
 KINDS = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", bytes: "bytes, not UTF-8 text"}
 
 
@@ -21,36 +21,36 @@ class BadRecord(Exception):
     """A record that cannot be used; the message says why, without a place."""
 
 
-class Form(NamedTuple):
+class Parser(NamedTuple):
     """How raw records become values."""
 
-    many: Callable[[list[Any]], list[Any] | None]
-    one: Callable[[Any], Any]
+    parse_batch: Callable[[list[Any]], list[Any] | None]
+    parse_one: Callable[[Any], Any]
 
 
 @lru_cache(maxsize=64)
-def json_form(options: RecordOptions) -> Form:
-    """Return the form of JSON lines."""
+def json_parser(options: RecordOptions) -> Parser:
+    """Return the parser of JSON lines."""
     if options.kind != "text":
-        return Form(_parse_objects, parse_object)
+        return Parser(_parse_objects, parse_object)
     path = options.text_field
 
-    def many(lines: list[bytes]) -> list[Any] | None:
+    def parse_batch(lines: list[bytes]) -> list[Any] | None:
         try:
             values = [record[path] for record in map(orjson.loads, lines)]
         except (orjson.JSONDecodeError, LookupError, TypeError):
             return None
         return values if set(map(type, values)) <= {str} else None
 
-    return Form(many, lambda line: text_of(parse_object(line), path))
+    return Parser(parse_batch, lambda line: text_of(parse_object(line), path))
 
 
 @lru_cache(maxsize=64)
-def text_form(options: RecordOptions) -> Form:
-    """Return the form of plain text: whole files as they stand, lines without their ends; a BOM is left out."""
+def text_parser(options: RecordOptions) -> Parser:
+    """Return the parser of plain text: whole files as they stand, lines without their ends; a BOM is left out."""
     whole = options.text_unit == "file"
 
-    def one(raw: bytes) -> Any:
+    def parse_one(raw: bytes) -> Any:
         try:
             text = raw.decode("utf-8-sig" if whole else "utf-8")
         except UnicodeDecodeError as error:
@@ -58,23 +58,23 @@ def text_form(options: RecordOptions) -> Form:
         text = text if whole else text.removesuffix("\r")
         return text if options.kind == "text" else {options.text_field: text}
 
-    return Form(lambda raws: None, one)
+    return Parser(lambda raws: None, parse_one)
 
 
 @lru_cache(maxsize=64)
-def value_form(options: RecordOptions) -> Form:
-    """Return the form of column values: the text column's values, or whole rows."""
+def value_parser(options: RecordOptions) -> Parser:
+    """Return the parser of column values: the text column's values, or whole rows."""
     if options.kind != "text":
-        return Form(lambda rows: rows, lambda row: row)
+        return Parser(lambda rows: rows, lambda row: row)
     head, _, rest = options.text_field.partition(".")
 
-    def many(values: list[Any]) -> list[Any] | None:
+    def parse_batch(values: list[Any]) -> list[Any] | None:
         return values if set(map(type, values)) <= {str} else None
 
-    def one(value: Any) -> str:
+    def parse_one(value: Any) -> str:
         return text_of({head: value}, options.text_field) if rest and isinstance(value, dict) else _text(value, head)
 
-    return Form(many, one)
+    return Parser(parse_batch, parse_one)
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

@@ -15,16 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import xxhash
 
-from pipeline.sources.discovery import Slice, Source, SourceFile
-from pipeline.sources.files import changed, is_url, open_source, reaching
-from pipeline.sources.hub import arrow_batches, reading_as
-from pipeline.sources.parsing import BadRecord, Form, excerpt, fields_of, json_form, text_form, usual_flags, value_form
+from pipeline.sources.files import BATCH_BYTES, changed, is_url, open_source, reaching
+from pipeline.sources.parsing import BadRecord, Parser, excerpt, json_parser, text_parser, value_parser
+from pipeline.sources.tables import canonical_json, column_values, reading_as, table_batches
+from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError
 
-BATCH_BYTES = 4 << 20
 KEPT_CHARS, WINDOW_CHARS = 1 << 20, 16 << 20  # of one rejected record, and of all those of a window
 LINE_SEARCH_BYTES = 1 << 30  # where more would have to be read to count lines, a place is a byte offset
 BOM = b"\xef\xbb\xbf"
@@ -47,7 +45,7 @@ class Rejected:
         return f"{self.where}: {self.reason.removesuffix('.')}"
 
 
-class Span(NamedTuple):
+class SliceRange(NamedTuple):
     """Which records of a window came from which slice."""
 
     file: int
@@ -78,7 +76,7 @@ class _Chunk(NamedTuple):
 
     raws: list[Any]
     size: int
-    form: Form
+    parser: Parser
     locate: Callable[[int], str]  # position in `raws` -> file and place
 
 
@@ -101,7 +99,7 @@ class WindowReader:
         self.num_records = 0
         self.raw_bytes = 0
         self.rejected: list[Rejected] = []
-        self.spans: list[Span] = []
+        self.spans: list[SliceRange] = []
         self._slices, self._payload = slices, payload
         self._kept_chars = 0
         self.spent: Callable[[str, float], None] = lambda stage, seconds: None
@@ -117,10 +115,10 @@ class WindowReader:
     def __iter__(self) -> Iterator[RecordBatch]:
         waiting: list[_Chunk] = []
         size = 0
-        for piece in self._slices:
+        for slice_ in self._slices:
             first = self.num_records
-            for chunk in self._chunks(self.source.files[piece.file], piece):
-                if waiting and waiting[0].form is not chunk.form:
+            for chunk in self._chunks(self.source.files[slice_.file], slice_):
+                if waiting and waiting[0].parser is not chunk.parser:
                     yield self._batch(waiting)
                     waiting, size = [], 0
                 waiting.append(chunk)
@@ -129,12 +127,12 @@ class WindowReader:
                 if size >= BATCH_BYTES:
                     yield self._batch(waiting)
                     waiting, size = [], 0
-            self.spans.append(Span(*piece, first, self.num_records - first))
+            self.spans.append(SliceRange(*slice_, first, self.num_records - first))
         if waiting:
             yield self._batch(waiting)
 
     def _batch(self, chunks: list[_Chunk]) -> RecordBatch:
-        """Parse chunks of one form."""
+        """Parse chunks of one parser."""
         starts = [0]
         for chunk in chunks:
             starts.append(starts[-1] + len(chunk.raws))
@@ -145,14 +143,14 @@ class WindowReader:
             number = bisect_right(starts, index - first) - 1
             return chunks[number].locate(index - first - starts[number])
 
-        form = chunks[0].form
+        parser = chunks[0].parser
         begin = time.perf_counter()
-        values, indices = form.many(raws), np.arange(first, self.num_records)
+        values, indices = parser.parse_batch(raws), np.arange(first, self.num_records)
         if values is None:
             values, kept = [], []
             for index, raw in enumerate(raws, first):
                 try:
-                    values.append(form.one(raw))
+                    values.append(parser.parse_one(raw))
                     kept.append(index)
                 except BadRecord as bad:
                     self._refuse(index, where(index), str(bad), raw)
@@ -173,30 +171,30 @@ class WindowReader:
 
     def _refuse(self, index: int, where: str, reason: str, raw: Any) -> None:
         if self.on_error == "fail":
-            end = "" if reason.endswith(".") else ". Mend the record."
+            end = "" if reason.endswith(".") else ". Fix the record."
             raise SourceError(f"{where}: {reason}{end} Or use --on-error skip.")
         kept = excerpt(raw, max(200, min(KEPT_CHARS, WINDOW_CHARS - self._kept_chars)))
         self._kept_chars += len(kept)
         self.rejected.append(Rejected(index, where, reason, kept))
 
-    def _chunks(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
+    def _chunks(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
         options = self.source.options
         if self._payload is not None:
             unit = "line" if file.format == "jsonl" else "record"
             for data, before in _cut(self._payload):
-                yield self._lines(data, lambda: (unit, piece.start + before), file, json_form(options))  # noqa: B023
+                yield self._lines(data, lambda: (unit, slice_.start + before), file, json_parser(options))  # noqa: B023
             return
         with reaching(file.location, file.name):
             stamp = self._stamp(file)
             if file.format in ("parquet", "arrow"):
-                yield from self._columns(file, piece)
+                yield from self._columns(file, slice_)
             elif file.format == "text" and options.text_unit == "file":
                 with open_source(file.location) as stream:
                     data = stream.read()
                 self._note(data)
-                yield _Chunk([data], len(data), text_form(options), lambda _: file.name)
+                yield _Chunk([data], len(data), text_parser(options), lambda _: file.name)
             else:
-                yield from self._byte_range(file, piece)
+                yield from self._byte_range(file, slice_)
             if self._stamp(file) != stamp:
                 raise changed(file.name)
 
@@ -209,22 +207,22 @@ class WindowReader:
             raise changed(file.name)
         return stat.st_size, stat.st_mtime_ns
 
-    def _byte_range(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
+    def _byte_range(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
         """Read the lines whose first byte lies in the slice."""
-        form = json_form(self.source.options) if file.format == "jsonl" else text_form(self.source.options)
+        parser = json_parser(self.source.options) if file.format == "jsonl" else text_parser(self.source.options)
         with open_source(file.location) as stream:
-            at = max(piece.start - 1, 0)
+            at = max(slice_.start - 1, 0)
             stream.seek(at)
-            if piece.start:
+            if slice_.start:
                 at += len(stream.readline())  # the tail of a line that belongs to the slice before
-            while at < piece.stop:
-                asked = min(BATCH_BYTES, piece.stop - at)
+            while at < slice_.stop:
+                asked = min(BATCH_BYTES, slice_.stop - at)
                 data = stream.read(asked)
                 if len(data) < asked:
                     raise changed(file.name)
                 if not data.endswith(b"\n"):
                     data += stream.readline()
-                yield self._lines(data, self._counter(file, piece.file, at), file, form, starts_file=at == 0)
+                yield self._lines(data, self._counter(file, slice_.file, at), file, parser, starts_file=at == 0)
                 at += len(data)
 
     def _lines(
@@ -232,7 +230,7 @@ class WindowReader:
         data: bytes,
         begin: Callable[[], tuple[str, int]],
         file: SourceFile,
-        form: Form,
+        parser: Parser,
         *,
         starts_file: bool = False,
     ) -> _Chunk:
@@ -251,7 +249,7 @@ class WindowReader:
                 offset += len(line) + 1
             raise AssertionError("the record lies in another chunk")
 
-        return _Chunk(lines, len(data), form, locate)
+        return _Chunk(lines, len(data), parser, locate)
 
     def _counter(self, file: SourceFile, number: int, at: int) -> Callable[[], tuple[str, int]]:
         """Return a function that counts the lines before byte `at`, if that is quick, going on from the last count."""
@@ -271,15 +269,15 @@ class WindowReader:
 
         return count
 
-    def _columns(self, file: SourceFile, piece: Slice) -> Iterator[_Chunk]:
+    def _columns(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
         """Read row groups or rows: the column of the text, or all columns."""
         options = self.source.options
-        form = value_form(options)
+        parser = value_parser(options)
         with reading_as(file.format.capitalize(), file.name):
-            for batch, row, size in _tables(file, piece, options.text_field if options.kind == "text" else None):
-                raws = _values(batch.column(0)) if options.kind == "text" else batch.to_pylist()
-                self._note(_canonical(raws))
-                yield _Chunk(raws, size, form, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
+            for batch, row, size in table_batches(file, slice_, options.text_field if options.kind == "text" else None):
+                raws = column_values(batch.column(0)) if options.kind == "text" else batch.to_pylist()
+                self._note(canonical_json(raws))
+                yield _Chunk(raws, size, parser, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
 
 
 def _cut(payload: bytes) -> Iterator[tuple[bytes, int]]:
@@ -290,72 +288,3 @@ def _cut(payload: bytes) -> Iterator[tuple[bytes, int]]:
         data = payload[start:end]
         yield data, lines
         start, lines = end, lines + data.count(b"\n")
-
-
-def _tables(file: SourceFile, piece: Slice, text_field: str | None) -> Iterator[tuple[Any, int, int]]:
-    """Yield record batches of about BATCH_BYTES, the first row of each, and its share of the file's bytes."""
-    if file.format == "arrow":
-        total = max(sum(file.units), 1)
-        step = max(1, BATCH_BYTES * total // max(file.bytes or 1, 1))
-        row = 0
-        for batch in arrow_batches(file.location):
-            if row >= piece.stop:
-                break
-            for start in range(max(piece.start, row), min(piece.stop, row + batch.num_rows), step):
-                part = _select(batch.slice(start - row, min(step, piece.stop - start)), file.name, text_field)
-                part.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
-                yield part, start, (file.bytes or 0) * part.num_rows // total
-            row += batch.num_rows
-        return
-    import pyarrow.parquet as pq
-
-    with open_source(file.location) as stream:
-        table = pq.ParquetFile(stream)
-        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
-        row = sum(group.num_rows for group in groups[: piece.start])
-        for number in range(piece.start, piece.stop):
-            group = groups[number]
-            step = max(1, min(1 << 16, BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
-            column = None if text_field is None else [_top(table.schema_arrow, file.name, text_field)]
-            for batch in table.iter_batches(step, row_groups=[number], columns=column):
-                weight = (file.bytes or 0) * batch.num_rows // max(table.metadata.num_rows, 1)
-                yield _select(batch, file.name, text_field), row, weight
-                row += batch.num_rows
-
-
-def _top(schema: Any, name: str, text_field: str) -> str:
-    """Return the top-level column that holds the text."""
-    for column in (text_field, text_field.split(".")[0]):
-        if column in schema.names:
-            return column
-    flags = usual_flags(schema.names) or "--text-field"
-    raise SourceError(
-        f"{name}: no column {text_field!r}, {fields_of(schema.names)}; expected the text there. See {flags}."
-    )
-
-
-def _select(batch: Any, name: str, text_field: str | None) -> Any:
-    return batch if text_field is None else batch.select([_top(batch.schema, name, text_field)])
-
-
-def _values(column: Any) -> list[Any]:
-    """Return a column as Python values; bytes where a string is not UTF-8, so that only that row is bad."""
-    try:
-        values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        import pyarrow as pa
-
-        values = []
-        for item in column:
-            try:
-                values.append(item.as_py())
-            except UnicodeDecodeError:
-                values.append(item.cast(pa.large_binary()).as_py())
-    return values
-
-
-def _canonical(values: list[Any]) -> bytes:
-    try:
-        return orjson.dumps(values, default=str, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # a number beyond 64 bits, or the like
-        return repr(values).encode("utf-8", "surrogatepass")

@@ -15,12 +15,12 @@ from typing import IO, Any
 
 import orjson
 
-from pipeline.sources.discovery import Slice, Source, SourceFile
-from pipeline.sources.files import open_source, reaching
-from pipeline.sources.hub import arrow_batches, ipc_batches, is_lines, reading_as, refuse_foreign
+from pipeline.sources.files import is_lines, open_source, reaching, refuse_foreign
+from pipeline.sources.parsing import FAULT
+from pipeline.sources.tables import arrow_batches, ipc_batches, reading_as
+from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError, counted
 
-FAULT = "shardpack: unreadable row"  # the only key of a line that stands for one: the reason, or [reason, row]
 CHUNK_BYTES = 1 << 20
 MAX_ELEMENT_CHARS = 1 << 28  # a JSON value that is not complete by then is taken for broken
 
@@ -174,7 +174,7 @@ def _csv_rows(file: SourceFile, chunks: Iterable[bytes]) -> Iterator[bytes]:
                 yield _dump({FAULT: [f"{counted(len(row), 'field')} where the header has {len(header):,}", row]})
     except csv.Error as error:
         kind = file.format.upper()
-        raise SourceError(f"{file.name}, line {rows.line_num}: not {kind} ({error}). Mend the file.") from None
+        raise SourceError(f"{file.name}, line {rows.line_num}: not {kind} ({error}). Fix the file.") from None
 
 
 class _Reader(io.RawIOBase):
@@ -210,7 +210,7 @@ def _json_values(name: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
             continue
         value = text.value()
         if value is None:
-            raise SourceError(f"{name}, record {number}: broken or cut off; expected a JSON value. Mend the file.")
+            raise SourceError(f"{name}, record {number}: broken or cut off; expected a JSON value. Fix the file.")
         yield value.replace("\n", " ").replace("\r", " ").encode("utf-8", "surrogateescape")  # no JSON inside strings
         number += 1
     text.at += is_array

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import RecordOptions
-from pipeline.sources.discovery import cut_windows, enumerate_streams, resolve_specs
+from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import WindowReader
 from pipeline.sources.streams import stream_parts
+from pipeline.sources.windows import cut_windows, enumerate_streams
 from shards.errors import PackError
 
 TEXTS = ["plain", "é 한국어 👍", 'quote " and \\ slash', "", "two\nlines", "x" * 300, "tab\t\x00nul"]
@@ -59,7 +60,7 @@ SAMPLES: dict[str, bytes] = {
 
 def read_all(path: Path, on_error: str) -> tuple[int, int, int]:
     """Read a file as a build does; return records read, texts given, records rejected."""
-    sources = resolve_specs([str(path)], RecordOptions())
+    sources = resolve_sources([str(path)], RecordOptions())
     windows, _ = cut_windows(sources, 200)
     readers = [WindowReader(sources[window.source], window.slices, on_error=on_error) for window in windows]
     for source, file in enumerate_streams(sources):

@@ -19,7 +19,7 @@ import torch
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.estimate.sampling import pack_rows, sample_documents
-from pipeline.sources.discovery import resolve_specs
+from pipeline.sources.discovery import resolve_sources
 from shards import Dataset, PackError
 from shards.reader import Pack
 from trainer.bench.compare import COMPUTED, contest
@@ -138,7 +138,7 @@ def _corpus(config: BenchConfig, folder: Path, tell: Callable[[str], None]) -> C
         return of_dataset(Dataset(config.data), config)
     if config.data:
         if not config.data.startswith("hf:"):  # nothing is fetched before it is known that a tokenizer is there
-            resolve_specs((config.data,), RecordOptions(text_field=config.text_field))
+            resolve_sources((config.data,), RecordOptions(text_field=config.text_field))
         tokenizer = config.tokenizer or config.model
         if tokenizer is None or (config.tokenizer is None and tokenizer.endswith(".json")):
             raise PackError(

@@ -549,6 +549,6 @@ def test_an_empty_out_or_source_is_named(tmp_path, tokenizer_dir, monkeypatch):
     )
     no_source = run("build", "c.jsonl", "", *flags, "--out", "o")
     assert no_source.stderr == (
-        "Error: SOURCE: is empty; expected a file, directory, dataset or URL. Check the quoted variable.\n"
+        "Error: SOURCE is an empty string; expected a file, directory, dataset or URL. Is a shell variable unset?\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]

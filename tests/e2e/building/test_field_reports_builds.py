@@ -21,7 +21,7 @@ from pipeline.cli import main
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
 from pipeline.packing.rows import gather
-from pipeline.sources.discovery import resolve_specs
+from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.streams import stream_parts
 from pipeline.tokens import Documents
 from shards import Dataset, PackError, verify
@@ -184,7 +184,7 @@ def test_the_first_part_of_a_stream_is_there_after_a_bounded_look_ahead(monkeypa
     line = b'{"text": "w11 w12 w13"}\n'
     stream = CountingInput(line * (20 * (1 << 20) // len(line)))
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(stream))
-    (source,) = resolve_specs(["-"], RecordOptions())
+    (source,) = resolve_sources(["-"], RecordOptions())
     _, part = next(stream_parts(source, 0, 1 << 16))
     assert 1 << 16 <= len(part) < (1 << 16) + len(line)
     assert stream.taken <= 2 << 20

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import RecordOptions
-from pipeline.sources.discovery import Slice, cut_windows, resolve_specs
+from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import RecordBatch, Rejected, WindowReader
+from pipeline.sources.windows import Slice, cut_windows
 from shards.errors import SourceError
 
 TEXT = RecordOptions()
@@ -26,7 +27,7 @@ def read(
 ) -> tuple[list, WindowReader]:
     """Write a file and read it as one window."""
     (tmp_path / name).write_bytes(content)
-    (source,) = resolve_specs([str(tmp_path / name)], options)
+    (source,) = resolve_sources([str(tmp_path / name)], options)
     slices = [piece for window in cut_windows([source])[0] for piece in window.slices]
     reader = WindowReader(source, slices, on_error=on_error)
     return [value for batch in reader for value in batch.values], reader
@@ -96,7 +97,7 @@ def test_rejected_by_name_and_place(tmp_path, what):
     assert reader.num_records == 7
     (entry,) = reader.rejected
     assert (entry.index, entry.where) == (3, "a.jsonl, line 7")
-    with pytest.raises(SourceError, match=f"^a.jsonl, line 7: .*{reason}.*Mend the record") as caught:
+    with pytest.raises(SourceError, match=f"^a.jsonl, line 7: .*{reason}.*Fix the record") as caught:
         read(content, tmp_path, on_error="fail")
     assert "\n" not in str(caught.value)
     assert line.decode("utf-8", "backslashreplace").startswith(entry.raw[:50])
@@ -120,7 +121,7 @@ def test_places_are_exact_in_any_window_and_batch(tmp_path, monkeypatch):
     lines = [line if draw.random() < 0.8 else "" for line in lines]
     bad = [number for number, line in enumerate(lines, 1) if "txt" in line]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    (source,) = resolve_specs([str(tmp_path / "a.jsonl")], TEXT)
+    (source,) = resolve_sources([str(tmp_path / "a.jsonl")], TEXT)
     found, records = [], 0
     windows, _ = cut_windows([source], 700)
     assert len(windows) > 5
@@ -141,7 +142,7 @@ def test_far_into_a_file_the_place_is_a_byte(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.sources.reader.LINE_SEARCH_BYTES", 20)
     content = b"\n".join([*GOOD * 10, b"[1]", b""])
     (tmp_path / "a.jsonl").write_bytes(content)
-    (source,) = resolve_specs([str(tmp_path / "a.jsonl")], TEXT)
+    (source,) = resolve_sources([str(tmp_path / "a.jsonl")], TEXT)
     reader = WindowReader(source, [Slice(0, 200, len(content))], on_error="skip")
     assert sum(len(batch.values) for batch in reader) > 5
     assert reader.rejected[0].where == f"a.jsonl, byte {content.index(b'[1]')}"
@@ -149,17 +150,17 @@ def test_far_into_a_file_the_place_is_a_byte(tmp_path, monkeypatch):
 
 def test_a_value_can_be_refused_later_on(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([b"{bad", *GOOD]))
-    (source,) = resolve_specs([str(tmp_path / "a.jsonl")], TEXT)
+    (source,) = resolve_sources([str(tmp_path / "a.jsonl")], TEXT)
     reader = WindowReader(source, cut_windows([source])[0][0].slices, on_error="skip")
     (batch,) = reader
     assert batch.indices.tolist() == [1, 2, 3]
     batch.reject(2, "odd")
     assert reader.rejected[1] == Rejected(2, "a.jsonl, line 3", "odd", '{"text": "two"}')
     reader.on_error = "fail"
-    with pytest.raises(SourceError, match=r"^a\.jsonl, line 4: odd\. Mend the record"):
+    with pytest.raises(SourceError, match=r"^a\.jsonl, line 4: odd\. Fix the record"):
         batch.reject(3, "odd")
-    with pytest.raises(SourceError, match=r": odd\. Mend it\. Or use --on-error skip\.$"):
-        batch.reject(3, "odd. Mend it.")
+    with pytest.raises(SourceError, match=r": odd\. Fix it\. Or use --on-error skip\.$"):
+        batch.reject(3, "odd. Fix it.")
 
 
 # Fields
@@ -282,7 +283,7 @@ def test_invalid_utf_8_in_text_is_named(tmp_path):
 def test_small_files_share_a_batch_and_large_ones_are_read_in_pieces(tmp_path, monkeypatch):
     for number in range(50):
         (tmp_path / f"{number:02}.jsonl").write_bytes(json.dumps({"text": str(number)}).encode())
-    (source,) = resolve_specs([str(tmp_path)], TEXT)
+    (source,) = resolve_sources([str(tmp_path)], TEXT)
     (window,) = cut_windows([source])[0]
     reader = WindowReader(source, window.slices)
     (batch,) = reader
@@ -306,7 +307,7 @@ def test_the_hash_is_that_of_the_raw_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.sources.reader.BATCH_BYTES", 16)
     assert read(content, tmp_path)[1].input_xxh3 == xxhash.xxh3_128_hexdigest(content)
     begin = content.index(b'{"text": "two"}')
-    (source,) = resolve_specs([str(tmp_path / "a.jsonl")], TEXT)
+    (source,) = resolve_sources([str(tmp_path / "a.jsonl")], TEXT)
     reader = WindowReader(source, [Slice(0, begin - 1, begin + 1)], on_error="skip")
     assert [batch.values for batch in reader] == [["two"]]
     assert reader.input_xxh3 == xxhash.xxh3_128_hexdigest(b'{"text": "two"}\n')
