@@ -23,7 +23,7 @@ import numpy as np
 from write_up import WriteUp, run, tell
 
 from pipeline.packing.packers import PACKERS, Bins, length_histogram, lower_bound
-from pipeline.packing.packers import _best_plan as best_plan
+from pipeline.packing.packers import _best_tree as best_tree
 from shards.order import ORDERS, StepOrder
 
 PACKAGES = ("shardpack", "numpy", "numba", "trl", "seqpacker")
@@ -158,7 +158,7 @@ def search_rows(capacities: list[int], sizes: list[int], repeats: int) -> Iterat
             for n in sizes:
                 histogram = length_histogram(lengths_of(name, n, seq_len), seq_len)
                 bound = lower_bound(lengths_of(name, n, seq_len), seq_len)
-                timing = timed(lambda h=histogram, b=bound: best_plan(h, 1 << 40, b).num_bins, repeats)
+                timing = timed(lambda h=histogram, b=bound: best_tree(h, 1 << 40, b).num_bins, repeats)
                 yield [name, f"{seq_len:,}", f"{n:,}", str(timing), f"{timing.bins / bound - 1:.4%}"]
 
 

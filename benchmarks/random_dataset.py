@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import gather
+from pipeline.packing.rows import assemble_rows
 from pipeline.tokens import Documents
 from shards import Dataset
 from shards.manifest import commit, empty_counts, length_histogram
@@ -36,7 +36,7 @@ def write_dataset(path: Path, lengths: np.ndarray, seq_len: int, vocab_size: int
             np.arange(len(here)) + (window << 32),
         )
         segments = cut(here.astype(np.int64), seq_len, "split")
-        rows = gather(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
+        rows = assemble_rows(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
         sidecars.append(
             {
                 "window": window, "source": "random", "counts": empty_counts(), "bound_packs": 0, "longest": [],

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pipeline.config import RecordOptions as RecordOptions
     from pipeline.packing.packers import PACKERS as PACKERS
     from pipeline.packing.packers import Bins as Bins
+    from pipeline.packing.packers import pack as pack
 
 _HOMES = {
     "PACKERS": "pipeline.packing.packers",
@@ -16,8 +17,9 @@ _HOMES = {
     "BuildConfig": "pipeline.config",
     "RecordOptions": "pipeline.config",
     "build": "pipeline.building.driver",
+    "pack": "pipeline.packing.packers",
 }
-__all__ = ["PACKERS", "Bins", "BuildConfig", "RecordOptions", "build"]
+__all__ = ["PACKERS", "Bins", "BuildConfig", "RecordOptions", "build", "pack"]
 
 
 def __getattr__(name: str) -> Any:

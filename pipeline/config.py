@@ -92,7 +92,7 @@ class BuildConfig:
     source_records: dict[str, RecordOptions] = field(default_factory=dict)
     "Options by source name."
     packer: str = "auto"
-    "A key of PACKERS, or wrapped."
+    "A key of PACKERS."
     max_segments: int | None = None
     "Most segments in one pack; None for no limit."
     seed: int = 0

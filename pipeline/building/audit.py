@@ -17,6 +17,7 @@ from pipeline.building.window import read_documents
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
+from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import WindowReader
 from pipeline.sources.windows import Source
@@ -100,8 +101,7 @@ def _document_problem(
     pieces: list[tuple[int, Any, Any]], ids: Any, mask: Any, options: RecordOptions, plan: Plan
 ) -> str | None:
     """Return what is wrong with the packed pieces of one document, or None."""
-    wrapped = plan["packer"]["name"] == "wrapped"
-    policy = "wrapped" if wrapped else options.overlong_policy
+    policy = PACKERS[plan["packer"]["name"]].cut_policy or options.overlong_policy
     overlong = len(ids) > plan["seq_len"]
     if not pieces:
         if not mask[1:].any() and not options.keep_no_target:

@@ -157,12 +157,16 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
 
 
 def _refuse_idle_policy(config: BuildConfig) -> None:
-    """Refuse a policy for over-long documents beside the packer that cuts everything where a row is full."""
-    for options in (config.records, *config.source_records.values()) if config.packer == "wrapped" else ():
+    """Refuse a policy for over-long documents beside a packer that has its own."""
+    if config.packer not in PACKERS:
+        raise PackError(f"--packer: {config.packer!r}; expected one of {', '.join(PACKERS)}.")
+    if PACKERS[config.packer].cut_policy is None:
+        return
+    for options in (config.records, *config.source_records.values()):
         if options.overlong not in ("auto", "split"):
             raise PackError(
-                f"--overlong {options.overlong}: --packer wrapped cuts every document where a row is full; expected "
-                "auto or split. Omit --overlong, or choose another --packer."
+                f"--overlong {options.overlong}: --packer {config.packer} cuts every document where a row is full; "
+                "expected auto or split. Omit --overlong, or choose another --packer."
             )
 
 
@@ -170,8 +174,6 @@ def make_plan(
     config: BuildConfig, sources: list[Source], tokenizer: Record, windows: list[Window], part_bytes: int
 ) -> Plan:
     """Return all that determines the bytes of the dataset, and nothing else."""
-    if config.packer not in PACKERS and config.packer != "wrapped":
-        raise PackError(f"--packer: {config.packer!r}; expected one of {', '.join([*PACKERS, 'wrapped'])}.")
     return {
         "format": FORMAT,
         "version": VERSION,

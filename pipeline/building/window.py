@@ -15,9 +15,9 @@ import numpy as np
 
 from pipeline.building.stages import Stages
 from pipeline.documents.make import DocumentMaker
-from pipeline.packing.cutting import Segments, cut
+from pipeline.packing.accounting import cut_documents
 from pipeline.packing.packers import PACKERS, lower_bound
-from pipeline.packing.rows import count_targets, gather, mask_or_empty
+from pipeline.packing.rows import assemble_rows
 from pipeline.sources.reader import RecordBatch, Rejected, WindowReader
 from pipeline.sources.windows import Slice, Source
 from pipeline.tokens import Documents, concatenate
@@ -86,18 +86,17 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
         documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
     layout = layout_of(job.plan)
-    packer = job.plan["packer"]
-    counts = empty_counts()
-    counts["documents"] |= {"read": reader.num_records, "dropped": dropped}
     with stages.time("pack"):
-        segments = _segments(documents, source, job.plan, counts)
-        pack = PACKERS["next-fit" if packer["name"] == "wrapped" else packer["name"]]
-        limits = {"max_segments": packer["max_segments"]}
-        bins = pack(segments.length, layout.seq_len, seed=job.plan["seed"] + task.window, **limits)
+        packer = PACKERS[job.plan["packer"]["name"]]
+        segments, balance = cut_documents(documents, source.options, layout.seq_len, packer.cut_policy)
+        limits = {"max_segments": job.plan["packer"]["max_segments"]}
+        bins = packer(segments.length, layout.seq_len, seed=job.plan["seed"] + task.window, **limits)
         bound = lower_bound(segments.length, layout.seq_len, **limits)
     with stages.time("gather"):
-        rows = gather(documents, segments, bins, layout)
-    counts |= {"segments": len(segments.length), "packs": len(rows)}
+        rows = assemble_rows(documents, segments, bins, layout)
+    counts = empty_counts() | {"segments": len(segments.length), "packs": len(rows)}
+    counts |= {"tokens": balance.tokens, "targets": balance.targets}
+    counts["documents"] = {"read": reader.num_records, **balance.documents, "dropped": dropped | balance.dropped}
     lengths = documents.lengths
     overlong = np.flatnonzero(lengths > layout.seq_len)
     longest = overlong[np.argsort(-lengths[overlong], kind="stable")[:LONGEST]]
@@ -171,76 +170,6 @@ def read_documents(
         dropped["rejected"] = len(reader.rejected)
     with stages.time("gather"):
         return concatenate(parts, window), dropped
-
-
-def _segments(documents: Documents, source: Source, plan: Plan, counts: dict[str, Any]) -> Segments:
-    """Cut documents into segments, and enter into `counts` all that does not come through.
-
-    A document leaves as a whole when it has no target (before or after cutting) or when the policy gives it no segment;
-    one that stays may lose its far end, and the targets that became first tokens of a segment.
-    """
-    options, seq_len = source.options, plan["seq_len"]
-    wrapped = plan["packer"]["name"] == "wrapped"
-    lengths, begins = documents.lengths, documents.offsets[:-1]
-    mask = mask_or_empty(documents)
-    targets = count_targets(mask, begins, lengths)
-    wanted = (targets > 0) | options.keep_no_target
-    chosen = np.flatnonzero(wanted)
-    policy = "wrapped" if wrapped else options.overlong_policy
-    turns = _turns(documents, chosen) if policy == "truncate-turns" else {}
-    pieces = cut(lengths[chosen], seq_len, policy, truncate_side=options.truncate_side, **turns)
-    segments = Segments(chosen[pieces.document], pieces.start, pieces.length)
-
-    held = count_targets(mask, begins[segments.document] + segments.start, segments.length.astype(np.int64))
-    kept_targets = np.bincount(segments.document, held, len(lengths)).astype(np.int64)
-    num_pieces = np.bincount(segments.document, minlength=len(lengths))
-    alive = (num_pieces > 0) & ((kept_targets > 0) | options.keep_no_target | wrapped)
-    if not alive[segments.document].all():
-        keep = alive[segments.document]
-        segments, held = Segments(*(column[keep] for column in segments)), held[keep]
-
-    kept = np.bincount(segments.document, segments.length, len(lengths)).astype(np.int64)
-    overlong = wanted & (num_pieces == 0)
-    no_target = ~alive & ~overlong
-    cut_short = alive & (kept < lengths)
-    inner = segments.start > 0
-    firsts = begins[segments.document[inner]] + segments.start[inner]
-    boundary = int(mask[firsts].sum()) if len(mask) else len(firsts)
-    targets_packed, targets_read = int(held.sum()), int(targets.sum())
-    lost = {name: int(targets[which].sum()) for name, which in (("overlong", overlong), ("no_target", no_target))}
-    lost["boundary"] = boundary
-    lost["truncated"] = targets_read - targets_packed - sum(lost.values())
-    counts["targets"] = {"read": targets_read, "packed": targets_packed, "lost": _some(lost)}
-    counts["tokens"] = {
-        "read": int(lengths.sum()),
-        "packed": int(kept.sum()),
-        "lost": _some(
-            {
-                "overlong": int(lengths[overlong].sum()),
-                "no_target": int(lengths[no_target].sum()),
-                "truncated": int((lengths - kept)[cut_short].sum()),
-            }
-        ),
-    }
-    sheet = counts["documents"]
-    sheet["packed"], sheet["split"] = int(alive.sum()), int((alive & (num_pieces > 1)).sum())
-    sheet["truncated"] = int(cut_short.sum())
-    sheet["dropped"] |= _some({"overlong": int(overlong.sum()), "no_target": int(no_target.sum())})
-    return segments
-
-
-def _some(counts: dict[str, int]) -> dict[str, int]:
-    return {name: number for name, number in counts.items() if number}
-
-
-def _turns(documents: Documents, chosen: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the turn ends of the chosen documents, as `cut` takes them."""
-    assert documents.turn_ends is not None
-    assert documents.turn_offsets is not None
-    lengths = np.diff(documents.turn_offsets)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    ends = documents.turn_ends[np.isin(owner, chosen)]
-    return {"turn_ends": ends, "turn_offsets": np.append(0, np.cumsum(lengths[chosen]))}
 
 
 def _check_lengths(documents: Documents, batch: RecordBatch, seq_len: int) -> None:

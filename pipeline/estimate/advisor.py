@@ -213,7 +213,7 @@ def first_rejected(samples: list[Sample]) -> str:
 def outcomes(samples: list[Sample], seq_len: int, shape: ModelShape) -> Iterator[dict[str, Any]]:
     """Yield what every packer would give at one `seq_len`, scaled to the corpus."""
     plus_minus = interval(samples, lambda chunk: float((chunk > seq_len).sum()), len)
-    for packer in [*PACKERS, "wrapped"]:
+    for packer in PACKERS:
         figures = np.sum([_outcome(sample, seq_len, packer, shape) for sample in samples if sample.lengths], axis=0)
         packs, kept, read, flops, documents, documents_cut = figures.tolist()
         yield {
@@ -222,7 +222,7 @@ def outcomes(samples: list[Sample], seq_len: int, shape: ModelShape) -> Iterator
             "packs": round(packs),
             "fill": kept / (packs * seq_len) if packs else 0.0,
             "documents_cut": documents_cut / documents if documents else 0.0,
-            "documents_cut_plus_minus": None if packer == "wrapped" else plus_minus,
+            "documents_cut_plus_minus": None if PACKERS[packer].cut_policy else plus_minus,
             "tokens_lost": 1.0 - kept / read if read else 0.0,
             "flops_per_token": flops / kept if kept else float("inf"),
         }
@@ -232,12 +232,13 @@ def _outcome(sample: Sample, seq_len: int, packer: str, shape: ModelShape) -> np
     """Return packs, tokens kept, tokens read, FLOPs, documents, documents cut of one source; float64 (6,)."""
     lengths = np.concatenate(sample.lengths).astype(np.int64)
     policy = POLICIES.get(sample.source.options.overlong_policy, sample.source.options.overlong_policy)
-    segments = cut(lengths, seq_len, "wrapped" if packer == "wrapped" else policy)
-    bins = PACKERS["next-fit" if packer == "wrapped" else packer](segments.length, seq_len)
+    segments = cut(lengths, seq_len, PACKERS[packer].cut_policy or policy)
+    bins = PACKERS[packer](segments.length, seq_len)
     values, counts = np.unique(segments.length, return_counts=True)
     rows = Rows(values.astype(np.float64), counts.astype(np.float64))
     flops = shape.cost.flops_of(*(bucketed(rows, seq_len) if packer == "bucketed" else rows))
-    split = int((np.bincount(segments.document) > 1).sum()) if packer == "wrapped" else int((lengths > seq_len).sum())
+    own = PACKERS[packer].cut_policy is not None
+    split = int((np.bincount(segments.document) > 1).sum()) if own else int((lengths > seq_len).sum())
     kept = int(segments.length.sum(dtype=np.int64))
     return np.array([bins.num_bins, kept, lengths.sum(), flops, len(lengths), split], np.float64) * sample.scale
 

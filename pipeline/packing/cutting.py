@@ -36,6 +36,13 @@ def cut(
 ) -> Segments:
     """Turn documents into segments of at most `seq_len` tokens.
 
+    Documents of 2, 7 and 4 tokens with `seq_len` 5 give, as (document, start, length):
+
+        split     (0, 0, 2) (1, 0, 5) (1, 5, 2) (2, 0, 4)
+        truncate  (0, 0, 2) (1, 0, 5) (2, 0, 4)
+        drop      (0, 0, 2) (2, 0, 4)
+        wrapped   (0, 0, 2) (1, 0, 3) (1, 3, 4) (2, 0, 1) (2, 1, 3)
+
     Args:
         lengths: Tokens per document; int64, shape (num_documents,). An empty document gives no segment.
         seq_len: Capacity of a pack, in tokens.
@@ -59,8 +66,8 @@ def cut(
     return POLICIES[policy](lengths, seq_len, truncate_side == "left")
 
 
-def _between(first: np.ndarray, stop: np.ndarray) -> Segments:
-    """One segment per document, of its tokens in [first, stop), where there are any."""
+def _one_segment_each(first: np.ndarray, stop: np.ndarray) -> Segments:
+    """Return one segment per document, of its tokens in [first, stop), where there are any."""
     kept = np.flatnonzero(stop > first)
     return Segments(kept, first[kept], (stop - first)[kept].astype(np.int32))
 
@@ -75,7 +82,11 @@ def _wrapped(lengths: np.ndarray, seq_len: int, left: bool) -> Segments:
 
 
 def _at_multiples(begins: np.ndarray, lengths: np.ndarray, seq_len: int) -> Segments:
-    """Cut documents that begin at `begins` on some axis wherever that axis reaches a multiple of `seq_len`."""
+    """Cut documents that begin at `begins` on some axis wherever that axis reaches a multiple of `seq_len`.
+
+    "wrapped" lays documents end to end: 4, 3 and 8 tokens with `seq_len` 5 cover 0-4, 4-7 and 7-15, so they are cut at
+    5 and 10: (0, 0, 4), (1, 0, 1), (1, 1, 2), (2, 0, 3), (2, 3, 5). "split" begins each at 0.
+    """
     ends = begins + lengths
     rows = np.where(lengths > 0, (ends - 1) // seq_len - begins // seq_len + 1, 0)
     document = np.repeat(np.arange(len(lengths)), rows)
@@ -87,11 +98,11 @@ def _at_multiples(begins: np.ndarray, lengths: np.ndarray, seq_len: int) -> Segm
 
 def _truncate(lengths: np.ndarray, seq_len: int, left: bool) -> Segments:
     kept = np.minimum(lengths, seq_len)
-    return _between(lengths - kept, lengths) if left else _between(np.zeros_like(lengths), kept)
+    return _one_segment_each(lengths - kept, lengths) if left else _one_segment_each(np.zeros_like(lengths), kept)
 
 
 def _drop(lengths: np.ndarray, seq_len: int, left: bool) -> Segments:
-    return _between(np.zeros_like(lengths), np.where(lengths <= seq_len, lengths, 0))
+    return _one_segment_each(np.zeros_like(lengths), np.where(lengths <= seq_len, lengths, 0))
 
 
 def _error(lengths: np.ndarray, seq_len: int, left: bool) -> Segments:
@@ -99,9 +110,9 @@ def _error(lengths: np.ndarray, seq_len: int, left: bool) -> Segments:
     if len(longer):
         raise PackError(
             f"document {longer[0]}: {lengths[longer[0]]} tokens; expected at most seq_len, {seq_len} "
-            f"({len(longer)} documents are longer). Raise --seq-len or choose another --overlong policy."
+            f"({len(longer)} documents are longer). Raise seq_len or choose another overlong policy."
         )
-    return _between(np.zeros_like(lengths), lengths)
+    return _one_segment_each(np.zeros_like(lengths), lengths)
 
 
 def _truncate_turns(
@@ -121,8 +132,8 @@ def _truncate_turns(
     at = np.where(some, np.concatenate((turn_ends, [0]))[np.where(some, pick, len(turn_ends))], 0)
     long = lengths > seq_len
     if left:
-        return _between(np.where(long, np.where(some, at, lengths), 0), lengths)
-    return _between(np.zeros_like(lengths), np.where(long, at, lengths))
+        return _one_segment_each(np.where(long, np.where(some, at, lengths), 0), lengths)
+    return _one_segment_each(np.zeros_like(lengths), np.where(long, at, lengths))
 
 
 POLICIES: dict[str, Callable[[np.ndarray, int, bool], Segments]] = {

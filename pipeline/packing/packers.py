@@ -1,27 +1,26 @@
 """Which segments share a pack: lengths in, compact bins out.
 
-Lengths are small integers, so packers work on their histogram, never item by item. In first-fit and best-fit
-decreasing the chosen bin stays the choice until it holds no more items of that length, so bins of equal content move
-as one run and the steps depend on the distinct lengths alone. A packing is a tree of such runs (`Plan`); a counting
-sort and one sequential pass turn it into `order` and `offsets`: 10M lengths in 0.1 s on one core. `auto` adds the
-pattern searches of `patterns.py` where both stand above the lower bound of Martello and Toth (1990).
-Add a variant as an entry of `PACKERS`.
+Lengths are small integers, so packers work on their histogram, never item by item (`tree.py`); a counting sort and one
+sequential pass turn the result into `order` and `offsets`: 10M lengths in 0.1 s on one core. `auto` adds the pattern
+searches of `patterns.py` where first-fit and best-fit decreasing stand above the lower bound of Martello and Toth
+(1990). Add a variant as an entry of `PACKERS`.
 """
 
 from collections.abc import Callable
-from heapq import heappop, heappush
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
-from pipeline.packing.patterns import Plan, fill_exactly, fill_longest, join
+from pipeline.packing.patterns import fill_exactly, fill_longest
+from pipeline.packing.tree import PackingTree, decreasing, join, write_bins
 from shards.cost import PAD_MULTIPLE
 from shards.errors import PackError, SegmentTooLongError
 
 NO_LIMIT = 1 << 40
-BLOCK = 64  # bins written at a time
 
 
 class Bins(NamedTuple):
@@ -44,8 +43,8 @@ def auto(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segment
     Args:
         lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
         seq_len: Capacity of a bin, in tokens.
-        seed: Deals segments of equal length at random; None keeps them in input order.
-        max_segments: Most segments in one bin; None for no limit.
+        seed: Shuffles segments of equal length; None keeps them in input order.
+        max_segments: Maximum number of segments in one bin; None for no limit.
 
     Returns:
         The bins; how many is a function of the histogram of lengths alone.
@@ -55,24 +54,57 @@ def auto(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segment
         PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
     """
     lengths, histogram = _checked(lengths, seq_len, max_segments)
-    most = max_segments or NO_LIMIT
-    return _deal_out(lengths, histogram, _best_plan(histogram, most, histogram_bound(histogram, max_segments)), seed)
+    tree = _best_tree(histogram, max_segments or NO_LIMIT, histogram_bound(histogram, max_segments))
+    return _bins_of_tree(lengths, histogram, tree, seed)
 
 
 def first_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Pack by first-fit decreasing, exactly; arguments as `auto`."""
+    """Pack by first-fit decreasing, exactly.
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+        seed: Shuffles segments of equal length; None keeps them in input order.
+        max_segments: Maximum number of segments in one bin; None for no limit.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len].
+        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
+    """
     lengths, histogram = _checked(lengths, seq_len, max_segments)
-    return _deal_out(lengths, histogram, Plan(*_decreasing(histogram, max_segments or NO_LIMIT, False)), seed)
+    return _bins_of_tree(lengths, histogram, decreasing(histogram, max_segments or NO_LIMIT, best_fit=False), seed)
 
 
 def best_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Pack by best-fit decreasing, exactly; arguments as `auto`."""
+    """Pack by best-fit decreasing, exactly.
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+        seed: Shuffles segments of equal length; None keeps them in input order.
+        max_segments: Maximum number of segments in one bin; None for no limit.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len].
+        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
+    """
     lengths, histogram = _checked(lengths, seq_len, max_segments)
-    return _deal_out(lengths, histogram, Plan(*_decreasing(histogram, max_segments or NO_LIMIT, True)), seed)
+    return _bins_of_tree(lengths, histogram, decreasing(histogram, max_segments or NO_LIMIT, best_fit=True), seed)
 
 
 def next_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Fill one bin at a time, in corpus order; `seed` plays no part."""
+    """Fill one bin at a time, in corpus order.
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+        seed: Plays no part.
+        max_segments: Maximum number of segments in one bin; None for no limit.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len].
+        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
+    """
     lengths, _ = _checked(lengths, seq_len, max_segments)
     offsets = np.empty(len(lengths) + 1, np.int64)
     num_bins = _fill_in_order(lengths, seq_len, max_segments or NO_LIMIT, offsets)
@@ -80,7 +112,18 @@ def next_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_seg
 
 
 def bucketed(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Put one segment in each bin, by rising padded length, dealt by seed inside it (for padded models)."""
+    """Put one segment in each bin, by rising padded length (for padded models).
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+        seed: Shuffles segments of one padded length; None keeps them in input order.
+        max_segments: Plays no part.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len].
+        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
+    """
     lengths, _ = _checked(lengths, seq_len, max_segments)
     keys = (lengths + (PAD_MULTIPLE - 1)) // PAD_MULTIPLE
     order = _grouped(keys, np.bincount(keys, minlength=1), seed).astype(np.int64)
@@ -88,24 +131,76 @@ def bucketed(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_seg
 
 
 def unpacked(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
-    """Put one segment in each bin, in corpus order; `seed` plays no part."""
+    """Put one segment in each bin, in corpus order.
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+        seed: Plays no part.
+        max_segments: Plays no part.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len].
+        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
+    """
     lengths, _ = _checked(lengths, seq_len, max_segments)
     return Bins(np.arange(len(lengths)), np.arange(len(lengths) + 1))
 
 
-PACKERS: dict[str, Callable[..., Bins]] = {
-    "auto": auto,
-    "ffd": first_fit,
-    "bfd": best_fit,
-    "next-fit": next_fit,
-    "bucketed": bucketed,
-    "unpacked": unpacked,
+@dataclass(frozen=True, kw_only=True)
+class Packer:
+    """A way to pack; call it as the function that it holds: `packer(lengths, seq_len, seed=0, max_segments=None)`."""
+
+    function: Callable[..., Bins]
+    cut_policy: str | None = None
+    """The policy by which documents are cut for it (a key of `cutting.POLICIES`), whatever the user's choice for those
+    that are too long: every segment is kept then, with or without targets. None leaves cutting to the user."""
+
+    def __call__(
+        self, lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None
+    ) -> Bins:
+        """Pack segments; arguments, result and errors as in `auto`."""
+        return self.function(lengths, seq_len, seed=seed, max_segments=max_segments)
+
+
+PACKERS = {
+    "auto": Packer(function=auto),
+    "ffd": Packer(function=first_fit),
+    "bfd": Packer(function=best_fit),
+    "next-fit": Packer(function=next_fit),
+    "wrapped": Packer(function=next_fit, cut_policy="wrapped"),
+    "bucketed": Packer(function=bucketed),
+    "unpacked": Packer(function=unpacked),
 }
+
+
+def pack(lengths: npt.ArrayLike, seq_len: int, packer: str = "auto", seed: int = 0) -> Bins:
+    """Decide which segments share a pack.
+
+    For lengths 7, 3, 6, 4 and `seq_len` 10 the packs are (4, 6) and (3, 7): `order` [3, 2, 1, 0], `offsets` [0, 2, 4].
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a pack, in tokens.
+        packer: A key of `PACKERS`.
+        seed: Shuffles segments of equal length.
+
+    Returns:
+        `order`: int64 (num_segments,), every index once; `offsets`: int64 (num_bins + 1,), where each bin starts in
+        `order`, then the end.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len]. Cut documents with `pipeline.packing.cutting.cut` first.
+        PackError: No such packer, or lengths are not a flat array of integers.
+    """
+    if packer not in PACKERS:
+        raise PackError(f"packer: {packer!r}; expected one of {', '.join(PACKERS)}.")
+    return PACKERS[packer](np.asarray(lengths), seq_len, seed=seed)
 
 
 def kernels_compiled() -> bool:
     """Whether this machine has compiled the packing kernels before (the first call otherwise takes seconds)."""
-    return any(Path(str(_emit.stats.cache_path)).glob(f"{Path(__file__).stem}._emit-*.nbi"))
+    return any(Path(str(write_bins.stats.cache_path)).glob("tree.write_bins-*.nbi"))
 
 
 def compile_kernels() -> None:
@@ -129,7 +224,7 @@ def histogram_bound(histogram: np.ndarray, max_segments: int | None = None) -> i
 
     Args:
         histogram: Segments of each length; int64, shape (seq_len + 1,).
-        max_segments: Most segments in one bin.
+        max_segments: Maximum number of segments in one bin; None for no limit.
     """
     seq_len = len(histogram) - 1
     half = seq_len // 2
@@ -177,39 +272,39 @@ def _checked(lengths: np.ndarray, seq_len: int, max_segments: int | None) -> tup
     return np.ascontiguousarray(lengths, np.int32), histogram
 
 
-def _best_plan(histogram: np.ndarray, max_segments: int, bound: int) -> Plan:
-    """Return the plan with the fewest bins; the search of full patterns runs where the others miss the bound."""
-    best = _greedy_plan(histogram, max_segments, bound)
+def _best_tree(histogram: np.ndarray, max_segments: int, bound: int) -> PackingTree:
+    """Return the tree with the fewest bins; the search of full patterns runs where the others miss the bound."""
+    best = _greedy_tree(histogram, max_segments, bound)
     if best.num_bins > bound:
         exact, left = fill_exactly(histogram, max_segments)
-        rest = _greedy_plan(left, max_segments, bound - exact.num_bins)
-        best = min(best, join(exact, rest), key=lambda plan: plan.num_bins)
+        rest = _greedy_tree(left, max_segments, bound - exact.num_bins)
+        best = min(best, join(exact, rest), key=lambda tree: tree.num_bins)
     return best
 
 
-def _greedy_plan(histogram: np.ndarray, max_segments: int, bound: int) -> Plan:
-    plans = [Plan(*_decreasing(histogram, max_segments, best_fit)) for best_fit in (False, True)]
-    if min(plan.num_bins for plan in plans) > bound:
-        plans.append(fill_longest(histogram, max_segments))
-    return min(plans, key=lambda plan: plan.num_bins)
+def _greedy_tree(histogram: np.ndarray, max_segments: int, bound: int) -> PackingTree:
+    trees = [decreasing(histogram, max_segments, best_fit=best_fit) for best_fit in (False, True)]
+    if min(tree.num_bins for tree in trees) > bound:
+        trees.append(fill_longest(histogram, max_segments))
+    return min(trees, key=lambda tree: tree.num_bins)
 
 
-def _deal_out(lengths: np.ndarray, histogram: np.ndarray, plan: Plan, seed: int | None) -> Bins:
-    """Give each place of a plan a segment of its length."""
+def _bins_of_tree(lengths: np.ndarray, histogram: np.ndarray, tree: PackingTree, seed: int | None) -> Bins:
+    """Give each place of a packing a segment of its length."""
     grouped = _grouped(lengths, histogram, seed)
     # Allocated here, not in a kernel: numpy asks for huge pages.
-    bins = Bins(np.empty(len(lengths), np.int64), np.zeros(plan.num_bins + 1, np.int64))
-    _emit(plan, np.cumsum(histogram) - histogram, grouped, *bins)
+    bins = Bins(np.empty(len(lengths), np.int64), np.zeros(tree.num_bins + 1, np.int64))
+    write_bins(tree, np.cumsum(histogram) - histogram, grouped, *bins)
     return bins
 
 
 def _grouped(keys: np.ndarray, histogram: np.ndarray, seed: int | None) -> np.ndarray:
-    """Segment indices by rising key, equal keys dealt at random by seed or, without one, in input order."""
+    """Segment indices by rising key, equal keys shuffled by seed or, without one, in input order."""
     grouped = np.empty(len(keys), np.int32)
     free = (np.cumsum(histogram) - histogram).astype(np.int32)
     _group(keys, free, grouped)  # leaves in `free` where each key ends
     if seed is not None:
-        _deal(grouped, free, np.uint64(seed % 2**64))
+        _shuffle_ties(grouped, free, np.uint64(seed % 2**64))
     return grouped
 
 
@@ -225,65 +320,6 @@ def _count(lengths: np.ndarray, histogram: np.ndarray) -> int:
 
 
 @njit(cache=True)
-def _decreasing(histogram: np.ndarray, max_segments: int, best_fit: bool) -> np.ndarray:
-    """Place runs of equal lengths, longest first, into the first bins that fit or those that fit best.
-
-    A node stands for a run of neighbouring bins with the same content. The one chosen stays the choice until each of
-    its bins has taken all it can: the segments left fill `full` of them that far, and perhaps one more in part.
-    """
-    seq_len = len(histogram) - 1
-    parent, length, take, bins = [0], [0], [0], [histogram.sum() + 1]  # node 0: empty bins, never used up
-    first, room, held, link = [0], [seq_len], [0], [-1]
-    waiting = np.full(seq_len + 1, -1, np.int64)  # by room: list of nodes too full for the lengths so far
-    fitting = [(_choice(0, seq_len, best_fit), 0)]  # heap of nodes with room for this length
-    for size in range(seq_len, 0, -1):
-        node = waiting[size]
-        while node >= 0:
-            heappush(fitting, (_choice(first[node], size, best_fit), node))
-            node = link[node]
-        left = histogram[size]
-        while left > 0:
-            node = heappop(fitting)[1]
-            most = min(room[node] // size, max_segments - held[node])
-            full = min(bins[node], left // most)
-            for count, each in ((full, most), (1, left - full * most)):
-                if count == 0 or each == 0 or bins[node] == 0:
-                    continue
-                child = len(parent)
-                parent.append(node)
-                length.append(size)
-                take.append(each)
-                bins.append(count)
-                first.append(first[node])
-                room.append(room[node] - each * size)
-                held.append(held[node] + each)
-                link.append(-1)
-                bins[node] -= count
-                first[node] += count
-                left -= count * each
-                if held[child] == max_segments:
-                    continue
-                if room[child] >= size:
-                    heappush(fitting, (_choice(first[child], room[child], best_fit), child))
-                else:
-                    link[child] = waiting[room[child]]
-                    waiting[room[child]] = child
-            if bins[node] > 0:
-                heappush(fitting, (_choice(first[node], room[node], best_fit), node))
-    bins[0] = 0
-    plan = np.empty((4, len(parent)), np.int32)
-    for node in range(len(parent)):
-        plan[0, node], plan[1, node], plan[2, node], plan[3, node] = parent[node], length[node], take[node], bins[node]
-    return plan
-
-
-@njit(cache=True)
-def _choice(first: int, room: int, best_fit: bool) -> int:
-    """What a run of bins is chosen by, the lowest first: its place, or before that its room."""
-    return (room << 40) + first if best_fit else first
-
-
-@njit(cache=True)
 def _group(lengths: np.ndarray, free: np.ndarray, order: np.ndarray) -> None:
     """Counting sort: fill `order` with segment indices by rising length; `free` holds where each length starts."""
     for i in range(len(lengths)):
@@ -293,7 +329,7 @@ def _group(lengths: np.ndarray, free: np.ndarray, order: np.ndarray) -> None:
 
 
 @njit(cache=True)
-def _deal(order: np.ndarray, ends: np.ndarray, seed: np.uint64) -> None:
+def _shuffle_ties(order: np.ndarray, ends: np.ndarray, seed: np.uint64) -> None:
     """Shuffle `order` inside each length (Fisher-Yates: the slots of one length fit the cache, all would not)."""
     state = seed
     start = 0
@@ -303,37 +339,6 @@ def _deal(order: np.ndarray, ends: np.ndarray, seed: np.uint64) -> None:
             other = start + np.int64(((state >> np.uint64(32)) * np.uint64(k + 1)) >> np.uint64(32))
             order[start + k], order[other] = order[other], order[start + k]
         start = end
-
-
-@njit(cache=True)
-def _emit(plan: Plan, free: np.ndarray, grouped: np.ndarray, order: np.ndarray, offsets: np.ndarray) -> None:
-    """Write out the bins of a plan, taking segments of each length in the order of `grouped`."""
-    parent, length, take, bins = plan
-    at = 0
-    num_bins = 0
-    for leaf in range(len(parent)):
-        held = 0
-        node = leaf
-        while node > 0:
-            held += take[node]
-            node = parent[node]
-        for done in range(0, bins[leaf], BLOCK):
-            block = min(BLOCK, bins[leaf] - done)
-            for b in range(block):
-                num_bins += 1
-                offsets[num_bins] = at + (b + 1) * held
-            first = at
-            node = leaf
-            while node > 0:  # length by length: reads run on, and the block's writes stay in the cache
-                slot = free[length[node]]
-                for b in range(block):
-                    for k in range(take[node]):
-                        order[first + b * held + k] = grouped[slot]
-                        slot += 1
-                free[length[node]] = slot
-                first += take[node]
-                node = parent[node]
-            at += block * held
 
 
 @njit(cache=True)

@@ -8,10 +8,10 @@ best-fit decreasing stays 1.8 % above the bound, both together come to 0.03 %. B
 and draws come from a fixed seed: the result is a function of the histogram, the same on every machine.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
+
+from pipeline.packing.tree import PackingTree
 
 EXACT_NODES = 1 << 20
 "Search nodes of `fill_exactly`, besides four a sweep for each distinct length."
@@ -29,46 +29,30 @@ DRAWS = 2048
 "Quantiles from which partners are drawn."
 
 
-class Plan(NamedTuple):
-    """A packing of a histogram: a tree of runs of equal bins, node 0 the empty bin; all int32, shape (num_nodes,)."""
-
-    parent: np.ndarray
-    "What the bins of a node held before."
-    length: np.ndarray
-    "Tokens of each segment they then took."
-    take: np.ndarray
-    "How many such segments each of them took."
-    bins: np.ndarray
-    "How many bins hold exactly this in the end."
-
-    @property
-    def num_bins(self) -> int:
-        """How many bins there are."""
-        return int(self.bins.sum(dtype=np.int64))
-
-
-def join(first: Plan, second: Plan) -> Plan:
-    """Lay the bins of two plans side by side."""
-    moved = second.parent[1:] + np.where(second.parent[1:] > 0, len(first.parent) - 1, 0).astype(np.int32)
-    parts = [(first.parent, moved), *((a, b[1:]) for a, b in zip(first[1:], second[1:], strict=True))]
-    return Plan(*(np.concatenate(part) for part in parts))
-
-
-def fill_exactly(histogram: np.ndarray, max_segments: int) -> tuple[Plan, np.ndarray]:
+def fill_exactly(histogram: np.ndarray, max_segments: int) -> tuple[PackingTree, np.ndarray]:
     """Pack what fills bins to the last token, in proportion to what there is.
 
+    Args:
+        histogram: Segments of each length; int64, shape (seq_len + 1,).
+        max_segments: Maximum number of segments in one bin.
+
     Returns:
-        The plan, and the histogram of the segments that are left.
+        The packing, and the histogram of the segments that are left, int64 (seq_len + 1,).
     """
     budget = EXACT_NODES + 4 * SWEEPS * int(np.count_nonzero(histogram))
     tree, num_nodes, left = _fill_exactly(histogram, max_segments, budget)
-    return Plan(*tree[:, :num_nodes]), left
+    return PackingTree(*tree[:, :num_nodes]), left
 
 
-def fill_longest(histogram: np.ndarray, max_segments: int) -> Plan:
-    """Pack all: in each bin the longest segment left, then the fullest completion a bounded search finds."""
+def fill_longest(histogram: np.ndarray, max_segments: int) -> PackingTree:
+    """Pack all: in each bin the longest segment left, then the fullest completion a bounded search finds.
+
+    Args:
+        histogram: Segments of each length; int64, shape (seq_len + 1,).
+        max_segments: Maximum number of segments in one bin.
+    """
     tree, num_nodes = _fill_longest(histogram, max_segments, LONGEST_NODES)
-    return Plan(*tree[:, :num_nodes])
+    return PackingTree(*tree[:, :num_nodes])
 
 
 @njit(cache=True)
@@ -110,10 +94,10 @@ def _use(
     """Add to the tree 1 / `part` of the bins that a pattern could fill, at least one; return its next free node."""
     for size in pattern:
         held[size] += 1
-    most = left[pattern[0]]
+    num_bins = left[pattern[0]]
     for size in pattern:
-        most = min(most, left[size] // held[size])
-    most = (most + part - 1) // part
+        num_bins = min(num_bins, left[size] // held[size])
+    num_bins = (num_bins + part - 1) // part
     parent = 0
     for size in pattern:
         if held[size] == 0:
@@ -124,11 +108,11 @@ def _use(
         tree[3, node] = 0
         parent = node
         node += 1
-        left[size] -= most * held[size]
+        left[size] -= num_bins * held[size]
         if left[size] == 0:
             below[size] = size - 1
         held[size] = 0
-    tree[3, parent] = most
+    tree[3, parent] = num_bins
     return node
 
 
@@ -263,6 +247,10 @@ def _complete(
     state: np.ndarray,
 ) -> tuple[int, int]:
     """Fill a bin led by `stack[0]` to the last token, partners drawn by weight, the last one taken where it fits.
+
+    For capacity 100, a lead of 55 and lengths 30, 20, 15 and 7 left, an attempt may go: room 45, the longest that fits
+    is 30, not exactly 45, so a partner is drawn from lengths up to 45 - 7 (another must still fit): 30; room 15 is
+    there exactly: (55, 30, 15). Had 20 been drawn, room 25 would go on with 20 or 7, and end in a failed attempt.
 
     Returns:
         How many lengths of `stack` make the pattern (0 where no attempt succeeded), and the nodes visited.

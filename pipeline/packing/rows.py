@@ -19,7 +19,7 @@ from shards.schema import Layout
 from shards.writer import PackedRows
 
 
-def gather(documents: Documents, segments: Segments, bins: Bins, layout: Layout) -> PackedRows:
+def assemble_rows(documents: Documents, segments: Segments, bins: Bins, layout: Layout) -> PackedRows:
     """Return the packs of a window.
 
     Args:

@@ -16,7 +16,7 @@ from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import gather
+from pipeline.packing.rows import assemble_rows
 from pipeline.sources.reader import RecordBatch
 from shards.schema import Layout
 
@@ -95,7 +95,7 @@ def packed_pairs(encoder: Encoder, records: list[Any], options: RecordOptions, p
     lengths = np.diff(documents.offsets)
     segments = cut(lengths, SEQ_LEN, options.overlong_policy, truncate_side=options.truncate_side, **turns)
     bins = PACKERS[packer](segments.length, SEQ_LEN, seed=seed)
-    rows = gather(documents, segments, bins, Layout(seq_len=SEQ_LEN, max_token_id=encoder.spec.max_id))
+    rows = assemble_rows(documents, segments, bins, Layout(seq_len=SEQ_LEN, max_token_id=encoder.spec.max_id))
     pairs: Pairs = Counter()
     for row, (first, last) in enumerate(pairwise(rows.token_offsets.tolist())):
         ids, targets = rows.input_ids[first:last].tolist(), rows.loss_mask[first:last].tolist()

@@ -20,7 +20,7 @@ from pipeline import BuildConfig, RecordOptions, build
 from pipeline.cli import main
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import gather
+from pipeline.packing.rows import assemble_rows
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.streams import stream_parts
 from pipeline.tokens import Documents
@@ -247,10 +247,10 @@ def test_an_id_is_stored_as_it_is_or_refused(max_id):
     segments = cut(np.array([4]), 8, "split")
     arguments = documents, segments, PACKERS["next-fit"](segments.length, 8), Layout(seq_len=8, max_token_id=max_id)
     if max_id == 131_071:
-        assert gather(*arguments).input_ids.tolist() == tokens.tolist()
+        assert assemble_rows(*arguments).input_ids.tolist() == tokens.tolist()
     else:
         with pytest.raises(PackError, match=f"token id 131,071.*the tokenizer's largest, {max_id:,}"):
-            gather(*arguments)
+            assemble_rows(*arguments)
 
 
 def test_offsets_above_two_to_the_31_are_exact():

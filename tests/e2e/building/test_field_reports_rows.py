@@ -14,7 +14,7 @@ import torch
 
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import gather
+from pipeline.packing.rows import assemble_rows
 from pipeline.tokens import Documents
 from shards import Dataset, PackError
 from shards.schema import Layout
@@ -62,7 +62,7 @@ def rows_of(lengths: list[int], seq_len: int, masks: list[list[int]] | None = No
     documents = Documents(np.arange(total, dtype=np.int32) % 60 + 3, offsets, np.arange(len(lengths)), mask)
     segments = cut(np.array(lengths, np.int64), seq_len, "split")
     bins = PACKERS["next-fit"](segments.length, seq_len)
-    rows = gather(documents, segments, bins, Layout(seq_len=seq_len, max_token_id=63))
+    rows = assemble_rows(documents, segments, bins, Layout(seq_len=seq_len, max_token_id=63))
     found = []
     for row, (first, last) in enumerate(pairwise(rows.token_offsets.tolist())):
         begin = int(rows.segment_offsets[row]) + row

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import gather
+from pipeline.packing.rows import assemble_rows
 from pipeline.tokens import Documents
 from shards import Dataset
 from shards.manifest import commit, empty_counts, length_histogram
@@ -58,7 +58,7 @@ def write_dataset(
             doc_ids=np.arange(len(documents), dtype=np.int64) + (window << 32),
         )
         segments = cut(lengths, seq_len, "split")
-        rows = gather(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
+        rows = assemble_rows(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
         sidecars.append(
             {
                 "window": window, "source": name, "counts": empty_counts(), "bound_packs": 0, "longest": [],

@@ -18,6 +18,16 @@ def pieces(lengths, seq_len, policy, **options):
     return list(zip(*(column.tolist() for column in segments), strict=True))
 
 
+def test_the_examples_of_the_docstring_hold():
+    found = {policy: pieces([2, 7, 4], 5, policy) for policy in ("split", "truncate", "drop", "wrapped")}
+    assert found == {
+        "split": [(0, 0, 2), (1, 0, 5), (1, 5, 2), (2, 0, 4)],
+        "truncate": [(0, 0, 2), (1, 0, 5), (2, 0, 4)],
+        "drop": [(0, 0, 2), (2, 0, 4)],
+        "wrapped": [(0, 0, 2), (1, 0, 3), (1, 3, 4), (2, 0, 1), (2, 1, 3)],
+    }
+
+
 def test_split_cuts_into_as_few_parts_as_fit():
     assert pieces([26], 10, "split") == [(0, 0, 10), (0, 10, 10), (0, 20, 6)]
     assert pieces([5, 11], 10, "split") == [(0, 0, 5), (1, 0, 10), (1, 10, 1)]

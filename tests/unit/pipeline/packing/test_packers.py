@@ -1,4 +1,4 @@
-"""Packers on instances with known answers; what they refuse; how equal lengths are dealt."""
+"""Packers on instances with known answers; what they refuse; how equal lengths are shuffled."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ import sys
 import numpy as np
 import pytest
 
+import pipeline
+import pipeline.packing
 from pipeline.packing.packers import PACKERS, histogram_bound, length_histogram, lower_bound
 from shards.errors import PackError, SegmentTooLongError
 
@@ -63,6 +65,33 @@ def test_any_integer_type_gives_the_same_bins(kind):
     lengths.flags.writeable = False
     for given in (lengths, lengths.astype(kind), np.repeat(lengths, 2)[::2]):
         assert np.array_equal(PACKERS["auto"](given, 100).order, expected.order)
+
+
+def test_pack_takes_plain_lists_and_the_name_of_a_packer():
+    bins = pipeline.pack([7, 3, 6, 4], 10)
+    assert (bins.order.tolist(), bins.offsets.tolist()) == ([3, 2, 1, 0], [0, 2, 4])
+    assert pipeline.pack([7, 3, 6, 4], 10, packer="unpacked").num_bins == 4
+    lengths = lengths_of("sft", 300, 500)
+    for seed in (0, 7):
+        assert np.array_equal(
+            pipeline.pack(lengths, 500, "bfd", seed).order, PACKERS["bfd"](lengths, 500, seed=seed).order
+        )
+    with pytest.raises(PackError, match=r"packer: 'best'; expected one of auto, ffd, bfd, next-fit, wrapped, bucketed"):
+        pipeline.pack([1], 10, packer="best")
+
+
+def test_the_package_names_what_it_exports():
+    assert set(dir(pipeline.packing)) == {"PACKERS", "Bins", "lower_bound", "pack"}
+    assert pipeline.packing.PACKERS is pipeline.PACKERS
+    with pytest.raises(AttributeError, match=r"'pipeline\.packing' has no attribute 'best'"):
+        pipeline.packing.best  # noqa: B018
+
+
+def test_wrapped_is_next_fit_with_a_cut_policy_of_its_own():
+    assert {name: packer.cut_policy for name, packer in PACKERS.items() if packer.cut_policy} == {"wrapped": "wrapped"}
+    lengths = lengths_of("sft", 300, 500)
+    for one, other in zip(PACKERS["wrapped"](lengths, 500), PACKERS["next-fit"](lengths, 500), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_first_fit_takes_the_first_bin_that_fits_and_best_fit_the_fullest():
@@ -146,7 +175,7 @@ def test_every_place_gets_every_segment_of_its_length_alike():
     assert chi_squared < 60  # 25 degrees of freedom: 60 is exceeded once in 10,000 times
 
 
-def test_dealing_leaves_the_lengths_in_every_bin_alone():
+def test_shuffling_leaves_the_lengths_in_every_bin_alone():
     lengths = lengths_of("sft", 2000, 1000)
     dealt, kept = (PACKERS["auto"](lengths, 1000, seed=seed) for seed in (5, None))
     assert np.array_equal(lengths[dealt.order], lengths[kept.order])
@@ -154,6 +183,6 @@ def test_dealing_leaves_the_lengths_in_every_bin_alone():
 
 
 def test_importing_the_packers_compiles_nothing():
-    code = "from pipeline.packing import packers as p, patterns as q; print(p._emit.signatures, q._use.signatures)"
+    code = "from pipeline.packing import tree as p, patterns as q; print(p.write_bins.signatures, q._use.signatures)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] []"
