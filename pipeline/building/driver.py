@@ -24,8 +24,8 @@ from pipeline.building.stores import io_errors, open_store
 from pipeline.building.window import Job, Task
 from pipeline.config import BuildConfig
 from pipeline.documents.encoder import REFERENCE
-from pipeline.documents.make import check_options
-from pipeline.documents.tokenizer import load_spec
+from pipeline.documents.make import check_options, with_trained_template
+from pipeline.documents.tokenizer import load_spec, spec_from_files
 from pipeline.packing.packers import PACKERS, compile_kernels, kernels_compiled
 from pipeline.sources.discovery import check_unchanged, resolve_sources
 from pipeline.sources.streams import stream_parts
@@ -87,6 +87,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     spec, files = load_spec(config.tokenizer)
     for source in sources:
         check_options(source.options, spec)
+    trained = with_trained_template(files, [source.options for source in sources])
+    if trained is not files:
+        spec, files = spec_from_files(trained, config.tokenizer), trained
     plan = make_plan(config, sources, spec.as_plan(), windows, part_bytes)
     job = Job(plan, plan_id(plan), sources, config.out, files, config.tokenizer_engine, config.on_error)
     try:
@@ -152,6 +155,7 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
         "seconds": round(time.time() - begin, 3),
         "tokens_read": tokens,  # in these seconds: fewer than all where parts were there already
         "stages_s": {"wait": round(wait_s, 6)},
+        "trained_end_ids": sorted(survey.trained_end_ids),
     }
     return _commit(store, job, survey, num_windows, facts)
 

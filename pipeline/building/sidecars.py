@@ -54,6 +54,8 @@ class Survey(NamedTuple):
     "Windows that a fast tokenizer engine wrote."
     lied: bool
     "Whether it gave other ids than the reference in any window."
+    trained_end_ids: set[int]
+    "End marks that answers and documents were trained to end in: where a model made of them will stop."
 
 
 def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
@@ -64,17 +66,19 @@ def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
     """
     kept: set[str] = set()
     suspects: set[int] = set()
+    trained_end_ids: set[int] = set()
     totals, tally, lied = empty_counts(), Tally(max_rejected), False
     for sidecar in all_sidecars(store, num_windows):
         kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
         totals = add_counts(totals, sidecar["counts"])
         tally.add(sidecar["counts"], sidecar["rejected"])
+        trained_end_ids |= set(sidecar["facts"].get("trained_end_ids", ()))
         fact = sidecar["facts"]["tokenizer"]
         lied |= fact["guard"]["result"] == "differs"
         if fact["engine"] != REFERENCE:
             suspects.add(sidecar["window"])
     tally.check()
-    return Survey(totals, kept, suspects, lied)
+    return Survey(totals, kept, suspects, lied, trained_end_ids)
 
 
 def all_sidecars(store: Store, num_windows: int) -> Iterator[Record]:

@@ -121,6 +121,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         "index": encode_index(rows.index()),
         "facts": {
             "tokenizer": encoder.facts(),
+            "trained_end_ids": maker.trained_ends(documents),
             "host": platform.node(),
             "pid": os.getpid(),
             "stages_s": {name: round(seconds, 6) for name, seconds in stages.seconds.items()},

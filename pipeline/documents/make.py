@@ -6,11 +6,13 @@ prompt and completion, as two texts or as messages. Documents without targets ar
 counts and drops them, so that their tokens stand in the balance.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import orjson
 
 from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import AddedTokens
@@ -19,7 +21,7 @@ from pipeline.documents.encoder import Encoder, running_sum
 from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
 from pipeline.documents.messages import Conversation, chat_conversation, instruction
 from pipeline.documents.template import ChatTemplate
-from pipeline.documents.tokenizer import TokenizerSpec
+from pipeline.documents.tokenizer import CONFIG, TEMPLATE, TokenizerSpec
 from pipeline.sources.reader import RecordBatch
 from pipeline.tokens import Documents
 from shards.errors import PackError, SourceError
@@ -47,6 +49,20 @@ def check_options(options: RecordOptions, spec: TokenizerSpec) -> None:
                 "--train-on completion: a conversation has no completion. Use assistant, last-assistant, or roles."
             )
         _template_text(spec, options)
+
+
+def with_trained_template(files: dict[str, bytes], options: Sequence[RecordOptions]) -> dict[str, bytes]:
+    """Return tokenizer files that name the template which renders the conversations of all sources.
+
+    Who trains on the rows and exports the model must talk to it with that template. Where sources differ in it, the
+    files stay as they are.
+    """
+    chosen = {one.chat_template for one in options if one.kind != "text"}
+    if len(chosen) != 1 or (text := chosen.pop()) is None:
+        return files
+    config = orjson.loads(files.get(CONFIG, b"{}"))
+    config.pop("chat_template", None)
+    return {**files, CONFIG: orjson.dumps(config, option=orjson.OPT_INDENT_2), TEMPLATE: text.encode()}
 
 
 def explain_no_targets(options: RecordOptions) -> str:
@@ -82,9 +98,17 @@ def _eos(spec: TokenizerSpec) -> int:
     return spec.eos_id
 
 
-def _template_text(spec: TokenizerSpec, options: RecordOptions) -> str:
-    """Return the chat template: the user's, else the tokenizer's own."""
-    text = options.chat_template if options.chat_template is not None else spec.chat_template
+def _template_text(spec: TokenizerSpec, options: RecordOptions, with_tools: bool = False) -> str:
+    """Return the chat template: the user's, else the tokenizer's own; with tools, that for tools."""
+    if options.chat_template is not None:
+        return options.chat_template
+    text = spec.named_templates.get("tool_use", spec.chat_template) if with_tools else spec.chat_template
+    if text is None and spec.named_templates:
+        names = ", ".join(spec.named_templates)
+        raise PackError(
+            f"the tokenizer names the chat templates {names}, and none of them is the default; expected one for every "
+            "conversation. Give the one you want as --chat-template FILE."
+        )
     if text is None:
         raise PackError(
             "the tokenizer has no chat template; expected one for conversations. "
@@ -109,6 +133,7 @@ class DocumentMaker:
         spec = encoder.spec
         self.encoder, self.spec, self.options, self.trust = encoder, spec, options, encoder.parse_special
         self.added = AddedTokens(spec.added, spec.flags)
+        self.templates: dict[str, ChatTemplate] = {}
         self.closing = {token for text, token in spec.added.items() if "special" in spec.flags.get(text, ())}
 
     def make(self, batch: RecordBatch) -> tuple[Documents, dict[str, int]]:
@@ -125,18 +150,28 @@ class DocumentMaker:
         empty = len(batch.values) - len(documents.doc_ids) - rejected
         return documents, {"empty": empty} if empty else {}
 
+    def trained_ends(self, documents: Documents) -> list[int]:
+        """Return the end marks (EOS, end of turn) that the last token of an answer or document is trained to be."""
+        mask, last = documents.loss_mask, np.zeros(len(documents.input_ids), bool)
+        if mask is not None:
+            last[:-1] = mask[1:] == 0
+        last[documents.offsets[1:][documents.lengths > 0] - 1] = True
+        ids = np.unique(documents.input_ids[last if mask is None else last & (mask > 0)])
+        return [int(token) for token in ids if token in self.closing or token == self.spec.eos_id]
+
     @cached_property
     def chunks(self) -> ChunkEncoder:
         """Encodes the text between control tokens."""
         return ChunkEncoder(self.encoder)
 
-    @cached_property
-    def template(self) -> ChatTemplate:
-        """The chat template, compiled when the first conversation comes."""
-        text = _template_text(self.spec, self.options)
-        template = ChatTemplate(text, self.spec.special_tokens, self.added, trust=self.trust)
-        self.closing |= {control.id for control in self.added.find(template.trial.end)[:1]}
-        return template
+    def template(self, with_tools: bool) -> ChatTemplate:
+        """Return the chat template for conversations with or without tools, compiled when the first one comes."""
+        text = _template_text(self.spec, self.options, with_tools)
+        if text not in self.templates:
+            template = ChatTemplate(text, self.spec.special_tokens, self.added, trust=self.trust)
+            self.closing |= {control.id for control in self.added.find(template.trial.end)[:1]}
+            self.templates[text] = template
+        return self.templates[text]
 
     def _texts(self, batch: RecordBatch) -> tuple[Documents, int]:
         spec = self.spec
@@ -183,7 +218,7 @@ class DocumentMaker:
         if isinstance(made, Conversation):
             if not made.messages:
                 return None
-            return self._closed(render_conversation(made, self.template, self.options))
+            return self._closed(render_conversation(made, self.template(bool(made.tools)), self.options))
         prompt, completion = made
         if not prompt and not completion:
             return None

@@ -53,6 +53,8 @@ class TokenizerSpec:
     "bos_token, eos_token, … -> text, as a chat template sees them. Not in the plan."
     chat_template: str | None = field(default=None, repr=False, compare=False)
     "The tokenizer's own chat template. Not in the plan: the digest covers it."
+    named_templates: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    "Templates that the tokenizer names, default excepted; `tool_use` renders records with tools. Not in the plan."
 
     def as_plan(self) -> dict[str, Any]:
         """Return the JSON-able part that identifies the tokenizer."""
@@ -142,11 +144,12 @@ def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> Tok
         prefix = (bos_id,) if config["add_bos_token"] and bos_id is not None else ()
     if "add_eos_token" in config:
         suffix = (eos_id,) if config["add_eos_token"] and eos_id is not None else ()
-    template = _chat_template(files, config)
+    templates = _chat_templates(files, config)
+    template = templates.pop("default", None)
     known: dict[str, Any] = {"bos_id": bos_id, "eos_id": eos_id, "pad_id": id_of("pad_token")}
     known |= {"prefix_ids": prefix, "suffix_ids": suffix}
     return TokenizerSpec(
-        digest=_digest(tokenizer, {**known, "chat_template": template}),
+        digest=_digest(tokenizer, {**known, "chat_template": template, **({"named": templates} if templates else {})}),
         vocab_size=len(ids),
         max_id=max(ids.values()),
         added=control_tokens(tokenizer),
@@ -156,6 +159,7 @@ def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> Tok
         },
         special_tokens=special_tokens,
         chat_template=template,
+        named_templates=templates,
         **known,
     )
 
@@ -260,14 +264,14 @@ def _config(files: Mapping[str, bytes], where: str) -> dict[str, Any]:
     return merged
 
 
-def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """Find the chat template: its own file first, then the configuration; of several, the one named default."""
+def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """Find the chat templates by name: its own file is the default; the configuration may have several."""
     if TEMPLATE in files:
-        return files[TEMPLATE].decode("utf-8")
+        return {"default": files[TEMPLATE].decode("utf-8")}
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        return {entry["name"]: entry["template"] for entry in template}
+    return {} if template is None else {"default": template}
 
 
 def _template_ids(processor: Any, ids: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

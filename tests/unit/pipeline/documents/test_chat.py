@@ -1,5 +1,6 @@
 """Conversations: each template trap, its text written out by hand, its answers located in that text."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,8 +256,6 @@ class TestTools:
     SHOWN = '<call>{"name": "add", "arguments": {"a": 1, "b": "two"}}</call><|im_end|>'
 
     def text(self) -> str:
-        import json
-
         return (
             f"<|im_start|>system\nTools:\n{json.dumps(TOOL)}<|im_end|>\n{ASK_TEXT}{self.SHOWN}\n"
             "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\nParis.<|im_end|>\n"
@@ -269,8 +268,6 @@ class TestTools:
 
     @pytest.mark.parametrize("form", ["arguments as text", "function_call", "all as text"])
     def test_json_text_and_objects_are_alike(self, encoder, full, form):
-        import json
-
         arguments = '{"a":1,"b":"two"}'
         call: dict[str, Any] = CALL | {"function": {"name": "add", "arguments": arguments}}
         message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -535,3 +532,34 @@ def test_a_broken_template_is_named_with_its_line(encoder):
 def test_conversations_have_no_completion(encoder):
     with pytest.raises(PackError, match="--train-on completion: a conversation has no completion"):
         one(encoder, TALK, "chatml", train_on="completion")
+
+
+class TestNamedTemplates:
+    """A tokenizer with several templates; transformers takes `tool_use` where there are tools."""
+
+    @pytest.fixture
+    def named(self, tokenizer_dir, tmp_path):
+        def write(**templates: str) -> Encoder:
+            files = {file.name: file.read_bytes() for file in Path(tokenizer_dir).iterdir()}
+            config = json.loads(files["tokenizer_config.json"])
+            config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+            return Encoder(files | {"tokenizer_config.json": json.dumps(config).encode()})
+
+        return write
+
+    def test_records_with_tools_are_rendered_by_the_one_for_tools(self, named, full):
+        chatml, plain = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("chatml", "no_marks"))
+        encoder = named(default=plain, tool_use=chatml)
+        documents = make(encoder, [{"messages": [ASK, REPLY]}, {"messages": [ASK, REPLY], "tools": [TOOL]}])
+        first, second = np.split(documents.input_ids, documents.offsets[1:-1])
+        assert full.decode(first, skip_special_tokens=False) == f"User: {USER}\nAssistant: Paris.\n</s>"
+        assert (
+            second.tolist()
+            == full.encode(
+                f"<|im_start|>system\nTools:\n{json.dumps(TOOL)}<|im_end|>\n{ASK_TEXT}Paris.<|im_end|>\n"
+            ).ids
+        )
+
+    def test_templates_of_which_none_is_the_default_are_named(self, named):
+        with pytest.raises(PackError, match="names the chat templates rag, tool_use, and none of them is the default"):
+            make(named(rag="{{ messages }}", tool_use="{{ messages }}"), [{"messages": [ASK, REPLY]}])
