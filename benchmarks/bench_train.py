@@ -28,7 +28,7 @@ from write_up import WriteUp, middle, run, tell
 
 from shards import Dataset
 from trainer import TrainConfig, train
-from trainer.bench.strategies import split
+from trainer.bench.strategies import split_pack
 from trainer.loader import PackLoader
 from trainer.model.loading import load_model
 from trainer.model.loss import PackedLM
@@ -113,7 +113,7 @@ class Clock:
 
 def rows_of(dataset: Dataset, packs: np.ndarray) -> list[dict[str, list[int]]]:
     """Return the documents of some packs as lists, in their order."""
-    segments = [segment for pack in packs.tolist() for segment in split(dataset.pack(pack))]
+    segments = [segment for pack in packs.tolist() for segment in split_pack(dataset.pack(pack))]
     return [{"input_ids": ids.astype(np.int64).tolist()} for ids, *_ in segments]
 
 

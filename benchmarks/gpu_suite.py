@@ -33,8 +33,8 @@ from torch import Tensor
 
 from shards import Dataset
 from trainer import TrainConfig, distributed
-from trainer.bench.compare import contest, machine
-from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, split
+from trainer.bench.compare import describe_machine, run_comparison
+from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, split_pack
 from trainer.loop import Window, log, take_step
 from trainer.metrics import peak_flops
 from trainer.model.attention import ATTENTION_BACKENDS, Needs
@@ -245,12 +245,12 @@ def strategies_of(suite: Suite, name: str, config: dict[str, Any], sizes: Sizes,
     feed = []
     for start in range(0, in_step * steps, in_step):
         rows = packs[start : start + in_step]
-        documents = [document for row in rows for document in split(row)]
+        documents = [document for row in rows for document in split_pack(row)]
         feed.append(StepPacks(rows, [documents[i] for i in shuffled.permutation(len(documents))]))
     torch.manual_seed(0)
     dtype = "fp32" if suite.dtype == torch.float32 else "bf16"
     loaded = load_model(model, device=suite.device, compute_dtype=suite.dtype, packed=False)
-    result = suite.figures[name] = contest(tuple(STRATEGIES), loaded, feed, sizes, dtype, tell)
+    result = suite.figures[name] = run_comparison(tuple(STRATEGIES), loaded, feed, sizes, dtype, tell)
     columns = ["strategy", "tokens/s", "x", "padding", "s/step", "peak GiB", "data", "loss", "TFLOP/s", "MFU"]
     rows = []
     for row in result["rows"]:
@@ -389,7 +389,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=420, help="no part starts later than this")
     flags = parser.parse_args(arguments)
     device, begin = torch.device(flags.device), time.perf_counter()
-    figures: dict[str, Any] = {"machine": machine(device), "parts": {}, "left_out": []}
+    figures: dict[str, Any] = {"machine": describe_machine(device), "parts": {}, "left_out": []}
     tables: list[Table] = []
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as folder:
         suite = Suite(device, device.type == "cpu", Path(folder), figures)

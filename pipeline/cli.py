@@ -25,7 +25,7 @@ LAZY = {
     "bench": "trainer.cli:bench",
     "demo": "trainer.cli:demo",
 }
-PRINTERS = ("click.utils", "rich.console")  # the modules that write to stdout
+STDOUT_WRITERS = ("click.utils", "rich.console")  # the modules that write to stdout
 UNITS = {"": 1, "B": 1}
 UNITS |= {unit: 1000**k for k, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}
 UNITS |= {unit: 1024**k for k, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
@@ -72,7 +72,7 @@ class PackGroup(click.Group):
             return super().main(*args, **kwargs)
         except OSError as error:
             frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-            if frame.f_globals["__name__"] not in PRINTERS:
+            if frame.f_globals["__name__"] not in STDOUT_WRITERS:
                 raise
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  # or Python tries again as it exits
             reason = f"cannot be written ({error.strerror}); what the command made is kept"
@@ -307,7 +307,7 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
 @click.option("--packs-per-step", type=click.IntRange(min=1), default=32, show_default=True, help="Packs of one step.")
 @click.option("--model", help="Model directory, config.json or hub name, for costs and limits. [default: 1.24B shape]")
 @click.option("--mix", callback=parse_mix, help="Weights as in pack train, such as web=0.7,code=0.3.")
-@click.option("--deep", "deep_look", is_flag=True, help="Read every row: exact lengths, duplicates, used vocabulary.")
+@click.option("--rows", "rows", is_flag=True, help="Read every row: exact lengths, duplicates, used vocabulary.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write a page that opens offline.")
 @click.option("--strict", is_flag=True, help="Exit with code 1 when there is any warning.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON (docs/report.md).")
@@ -323,7 +323,7 @@ def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: boo
       pack inspect runs/first runs/second --html runs.html
     """
     from pipeline.report.inspection import Inspection
-    from pipeline.report.terminal import show
+    from pipeline.report.terminal import print_view
 
     inspection = Inspection(paths, **options)
     if html:
@@ -331,7 +331,7 @@ def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: boo
     if as_json:
         click.echo(inspection.json())
     else:
-        show(inspection.view())
+        print_view(inspection.view())
     if strict and any(report["warnings"] for report in inspection.reports):
         raise SystemExit(1)
 
@@ -381,12 +381,13 @@ def plan(as_json: bool, **flags: Any) -> None:
     Example:
       pack plan corpus/*.jsonl --tokenizer ./tokenizer
     """
-    from pipeline.estimate.advisor import plan_corpus
-    from pipeline.report.terminal import plan_view, show
+    from pipeline.estimate.advisor import estimate_corpus
+    from pipeline.estimate.view import estimate_view
+    from pipeline.report.terminal import print_view
 
     options = record_options(flags)
-    found = plan_corpus(**options, **flags)
+    found = estimate_corpus(**options, **flags)
     if as_json:
         click.echo(json.dumps(found))
     else:
-        show(plan_view(found))
+        print_view(estimate_view(found))

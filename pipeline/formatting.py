@@ -1,19 +1,37 @@
 """How reports write figures: numbers, shares, sizes, times, what was lost and why."""
 
 from collections.abc import Mapping
-
-LOSSES = (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost"))
-"What a balance sheet counts, and under which key it keeps what did not get through."
+from typing import Any, NamedTuple
 
 
-def number(value: float | None) -> str:
+class Balance(NamedTuple):
+    """One line of a balance sheet: read = packed + all of lost."""
+
+    thing: str
+    "documents, tokens or targets."
+    read: int
+    packed: int
+    lost: Mapping[str, int]
+    "What did not get through, by reason."
+
+
+def balances(figures: Mapping[str, object]) -> list[Balance]:
+    """Return the lines of a balance sheet: documents, tokens and targets of a dataset or of one source."""
+    lines = []
+    for thing, lost in (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost")):
+        sheet: Any = figures[thing]
+        lines.append(Balance(thing, sheet["read"], sheet["packed"], sheet[lost]))
+    return lines
+
+
+def format_count(value: float | None) -> str:
     """Return a count with thousands separated, a ratio with four digits, a dash for what nobody knows."""
     if value is None:
         return "–"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def percent(share: float) -> str:
+def format_share(share: float) -> str:
     """Return a share with the digits that matter; what is not all or nothing is never rounded to it."""
     digits = 3 if 0 < share < 0.001 or 0.999 < share < 1 else 1
     text = f"{share:.{digits}%}"
@@ -22,7 +40,7 @@ def percent(share: float) -> str:
     return ">99.999%" if text == "100.000%" else text
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return bytes in a unit that people read."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
@@ -31,7 +49,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:,.1f} TiB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a time in the unit that people read."""
     if seconds < 0.1:
         return "<0.1 s"
@@ -42,6 +60,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.1f} days"
 
 
-def reasons(lost: Mapping[str, int]) -> str:
+def format_reasons(lost: Mapping[str, int]) -> str:
     """Return why things were lost and how many each time, the most frequent reason first; "" where none were."""
     return ", ".join(f"{reason} {count:,}" for reason, count in sorted(lost.items(), key=lambda x: -x[1]) if count)

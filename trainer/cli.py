@@ -164,7 +164,7 @@ def bench(preset: str | None, strategies: str | None, html: str | None, as_json:
       pack bench --preset distilgpt2-wikitext2
     """
     _wait_idly()
-    from trainer.bench.run import PRESETS, BenchConfig, run_bench, show, write_page
+    from trainer.bench.run import PRESETS, BenchConfig, print_result, run_bench, write_result_page
 
     if html and not Path(html).resolve().parent.is_dir():  # known before minutes of measuring
         raise PackError(f"--html {html}: there is no such directory. Create it, or choose another file.")
@@ -175,9 +175,9 @@ def bench(preset: str | None, strategies: str | None, html: str | None, as_json:
     if as_json:
         click.echo(json.dumps(result))
     else:
-        show(result)
+        print_result(result)
     if html:
-        write_page(result, html)
+        write_result_page(result, html)
 
 
 @click.command()

@@ -26,8 +26,8 @@ from pipeline.building.driver import build
 from pipeline.building.progress import RichProgress
 from pipeline.config import BuildConfig
 from pipeline.report.inspection import Inspection
-from pipeline.report.runs import curve, read_run
-from pipeline.report.terminal import show
+from pipeline.report.runs import curve_points, read_run
+from pipeline.report.terminal import print_view
 from shards.errors import PackError
 from shards.verification import verify
 from trainer.bench import view as bench_view
@@ -81,8 +81,8 @@ def run_demo(config: DemoConfig) -> None:
     _say(f"sound: {report.shards_checked} shards, {report.packs_checked:,} packs, {report.tokens_checked:,} tokens")
     _head(4, f"pack inspect {dataset}")
     model = _model_config(out)
-    inspection = Inspection((str(dataset),), packs_per_step=4, model=str(model), mix={}, deep_look=False)
-    show(inspection.view())
+    inspection = Inspection((str(dataset),), packs_per_step=4, model=str(model), mix={}, rows=False)
+    print_view(inspection.view())
     run = out / "run"
     _head(5, f"pack train {dataset} --model {model} --out {run} --steps {config.steps}")
     train_model(dataset, model, run, config.steps)
@@ -251,7 +251,7 @@ def train_model(dataset: Path, model: Path, run: Path, steps: int) -> None:
         warmup_steps=min(5, steps), dtype="fp32", log_every=max(1, steps // 20),
     )  # fmt: skip
     train(config)
-    at, losses = curve(read_run(str(run)), "loss")
+    at, losses = curve_points(read_run(str(run)), "loss")
     low, high = min(losses), max(losses)
     marks = [SPARKS[round((loss - low) / (high - low or 1) * (len(SPARKS) - 1))] for loss in losses]
     _say(f"loss {losses[0]:.2f} {''.join(marks)} {losses[-1]:.2f}   steps {at[0]} to {at[-1]}")
@@ -271,7 +271,7 @@ def compare(dataset: Path, model: Path) -> None:
 
     strategies = ("padded-longest", "length-bucketed", "packed-varlen")
     config = BenchConfig(data=str(dataset), model=str(model), steps=2, batch=8, strategies=strategies)
-    bench_view.show(run_bench(config))
+    bench_view.print_result(run_bench(config))
 
 
 def generate(model_dir: Path, prompt: str = "def ", tokens: int = 40) -> str:

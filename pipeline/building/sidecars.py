@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeline.documents.encoder import REFERENCE
 from pipeline.documents.make import explain_no_targets
-from pipeline.formatting import reasons
+from pipeline.formatting import format_reasons
 from pipeline.sources.windows import Source
 from shards.errors import PackError, counted
 from shards.manifest import Record, add_counts, empty_counts, read_sidecar, sidecar_name
@@ -108,7 +108,7 @@ def check_totals(totals: Record, sources: list[Source]) -> None:
             f"{' '.join(sorted(causes))} (--keep-no-target packs them all the same.)"
         )
     if not documents["packed"]:
-        names, why = ", ".join(source.name for source in sources), reasons(dropped)
+        names, why = ", ".join(source.name for source in sources), format_reasons(dropped)
         too_long = "Raise --seq-len, or choose another --overlong."
         remedy = too_long if "overlong" in dropped else "Check the files and the field names."
         raise PackError(

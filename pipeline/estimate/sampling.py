@@ -1,11 +1,12 @@
-"""A corpus sampled into packs in memory: text from random places, as tokens, nothing written.
+"""A corpus sampled: documents of small chunks from random places, as tokens, nothing written.
 
-For measurements that need a few million tokens of a corpus of any size. Chunks are small, so that a sample of a large
-corpus comes from many places; documents are cut and packed as a build would do it.
+For estimates and for measurements that need a few million tokens of a corpus of any size. Chunks are small, so that a
+sample of a large corpus comes from many places; `pack_rows` packs segments in memory as a build would.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,11 +19,77 @@ from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import Rejected, WindowReader
 from pipeline.sources.streams import stream_parts
 from pipeline.sources.windows import Slice, Source, cut_windows, enumerate_streams
+from pipeline.tokens import Documents
 from shards.errors import PackError
 from shards.reader import Pack
 
 CHUNK_BYTES = 256 << 10
-Place = tuple[int, tuple[Slice, ...] | int]  # number of the source, and slices or the number of a streamed file
+Place = tuple[int, tuple[Slice, ...] | int]  # index of the source, and slices or the index of a streamed file
+
+
+class Chunk(NamedTuple):
+    """What one small piece of a corpus holds."""
+
+    source: int
+    "Index of its source."
+    order: int
+    "Its place among all chunks of the corpus, in plan order; parts of one streamed file share it."
+    documents: list[Documents]
+    raw_bytes: int
+    empty: int
+    "Records without a token."
+    rejected: list[Rejected]
+    whole: bool
+    "Whether it was read to its end."
+
+
+def draw_places(sources: list[Source], chunk_bytes: int, seed: int) -> list[tuple[int, Place]]:
+    """Return (order, place) of every chunk and streamed file in random order, one of every source first."""
+    windows, _ = cut_windows(sources, chunk_bytes)
+    places: list[tuple[int, Place]] = list(enumerate([*windows, *enumerate_streams(sources)]))
+    random.Random(seed).shuffle(places)
+    first: dict[int, int] = {}
+    for order, (source, _) in places:
+        first.setdefault(source, order)
+    return sorted(places, key=lambda place: first[place[1][0]] != place[0])
+
+
+def read_chunks(
+    sources: list[Source], places: list[tuple[int, Place]], encoder: Encoder, expired: Callable[[], bool]
+) -> Iterator[Chunk]:
+    """Read and tokenize chunks until there is no more time; something of every source even then.
+
+    Args:
+        sources: All sources.
+        places: From `draw_places`; their first entries hold one of every source.
+        encoder: The tokenizer.
+        expired: Tells whether to stop; asked after each batch of records.
+    """
+    makers = [DocumentMaker(encoder, source.options) for source in sources]
+    for position, (order, (index, place)) in enumerate(places):
+        if position >= len(sources) and expired():
+            return
+        for reader in _readers(sources[index], place):
+            documents, empty, late = [], 0, False
+            for batch in reader:
+                made, drops = makers[index].make(batch)
+                documents.append(made)
+                empty += sum(drops.values())
+                late = expired()
+                if late:
+                    break
+            yield Chunk(index, order, documents, reader.raw_bytes, empty, reader.rejected, not late)
+            if late:
+                break
+
+
+def _readers(source: Source, place: tuple[Slice, ...] | int) -> Iterator[WindowReader]:
+    """Yield a reader of a window's slices, or, of the streamed file with that index, one for each part."""
+    if isinstance(place, tuple):
+        yield WindowReader(source, place, on_error="skip")
+    else:
+        for piece, payload in stream_parts(source, place, CHUNK_BYTES):
+            yield WindowReader(source, (piece,), on_error="skip", payload=payload)
 
 
 def sample_documents(
@@ -39,7 +106,7 @@ def sample_documents(
         specs: SOURCE arguments.
         encoder: The tokenizer.
         options: How a record becomes a document; kind text.
-        seq_len: Most tokens of a segment.
+        seq_len: Maximum number of tokens of a segment.
         seed: Of the places.
         enough: Tells from the number of segments and of tokens so far whether to stop.
 
@@ -49,14 +116,17 @@ def sample_documents(
     Raises:
         PackError: There is no text.
     """
+    sources = resolve_sources(specs, options)
     segments: list[Pack] = []
     tokens, rejected = 0, list[Rejected]()
-    for ids in _documents(specs, encoder, options, seed, rejected):
-        pieces = cut(np.array([len(ids)], np.int64), seq_len, options.overlong_policy)
-        for start, length in zip(pieces.start.tolist(), pieces.length.tolist(), strict=True):
-            segments.append(alone(ids[start : start + length]))
-            tokens += length
-        if enough(len(segments), tokens):
+    for chunk in read_chunks(sources, draw_places(sources, CHUNK_BYTES, seed), encoder, lambda: False):
+        rejected += chunk.rejected
+        for ids in _texts(chunk):
+            pieces = cut(np.array([len(ids)], np.int64), seq_len, options.overlong_policy)
+            for start, length in zip(pieces.start.tolist(), pieces.length.tolist(), strict=True):
+                segments.append(single_document_pack(ids[start : start + length]))
+                tokens += length
+        if segments and enough(len(segments), tokens):
             break
     if not segments:
         first = f" The first bad record: {rejected[0]}." if rejected else ""
@@ -65,33 +135,12 @@ def sample_documents(
     return segments
 
 
-def _documents(
-    specs: tuple[str, ...], encoder: Encoder, options: RecordOptions, seed: int, rejected: list[Rejected]
-) -> Iterator[np.ndarray]:
-    """Yield the ids of each document, and enter bad records into `rejected`."""
-    sources = resolve_sources(specs, options)
-    windows, _ = cut_windows(sources, CHUNK_BYTES)
-    random.Random(seed).shuffle(windows)
-    makers = [DocumentMaker(encoder, source.options) for source in sources]
-    places: list[Place] = [*windows, *enumerate_streams(sources)]
-    for number, place in places:
-        for reader in chunk_readers(sources[number], place):
-            for batch in reader:
-                made, _ = makers[number].make(batch)
-                yield from np.split(made.input_ids, made.offsets[1:-1])
-            rejected += reader.rejected
+def _texts(chunk: Chunk) -> Iterator[np.ndarray]:
+    for documents in chunk.documents:
+        yield from np.split(documents.input_ids, documents.offsets[1:-1])
 
 
-def chunk_readers(source: Source, place: tuple[Slice, ...] | int) -> Iterator[WindowReader]:
-    """Yield a reader of a window's slices, or, of the streamed file with that number, one for each part."""
-    if isinstance(place, tuple):
-        yield WindowReader(source, place, on_error="skip")
-    else:
-        for slice_, payload in stream_parts(source, place, CHUNK_BYTES):
-            yield WindowReader(source, (slice_,), on_error="skip", payload=payload)
-
-
-def alone(ids: np.ndarray) -> Pack:
+def single_document_pack(ids: np.ndarray) -> Pack:
     """Return a document of plain text as a row of its own: every token but the first is a target."""
     mask = np.ones(len(ids), np.uint8)
     mask[0] = 0

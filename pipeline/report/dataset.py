@@ -1,7 +1,7 @@
 """The figures of a finished dataset, from its manifest and index alone (`docs/report.md` documents the result).
 
 Pure functions: what goes in is an open `Dataset`, what comes out is a tree of plain numbers that `terminal.py` prints
-and `pages.py` draws. No shard is opened, so a dataset of a thousand shards answers in well under a second; `deep.py`
+and `pages.py` draws. No shard is opened, so a dataset of a thousand shards answers in well under a second; `rows.py`
 reads rows. Lengths come from histograms that are exact up to 256 tokens and within 1.6 % above.
 """
 
@@ -11,26 +11,40 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.formatting import LOSSES, percent, reasons
+from pipeline.formatting import balances, format_reasons, format_share
+from pipeline.packing.cutting import cut
+from pipeline.packing.packers import PACKERS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape
-from pipeline.report.padding import Rows, compare
-from pipeline.report.warnings import findings
+from pipeline.report.padding import LengthHistogram, compare_feedings
+from pipeline.report.records import (
+    CostFigures,
+    DatasetReport,
+    FillAtLength,
+    FillFigures,
+    LengthFigures,
+    MixFigures,
+    SegmentsPerPack,
+    SourceFigures,
+    StragglerFigures,
+)
+from pipeline.report.warnings import find_warnings
 from shards.errors import PackError, counted
 from shards.order import StepOrder
 from shards.reader import Dataset, Index
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 99.9)
 RANKS = (8, 64, 512)
-WAYS = {
+ORDER_SETTINGS = {
     "shuffled": ("shuffled", 1),
     "cost-grouped": ("cost-grouped", 1),
     "shuffled, 8 micro-batches": ("shuffled", 8),
 }
-MOST_PACKS = 100_000
-MOST_STEPS = 200
+MAX_PACKS = 100_000
+MAX_STEPS = 200
 FILL_CLASSES = 50
-Report = dict[str, Any]
+SEQ_LENS = tuple(1 << k for k in range(10, 18))
+"Capacities that reports and estimates try."
 
 
 def inspect(
@@ -39,7 +53,7 @@ def inspect(
     packs_per_step: int = 32,
     shape: ModelShape = DEFAULT_SHAPE,
     mix: dict[str, float] | None = None,
-) -> Report:
+) -> DatasetReport:
     """Return every figure of a dataset.
 
     Args:
@@ -53,36 +67,42 @@ def inspect(
     """
     manifest, index = dataset.manifest, dataset.index
     totals = manifest["totals"]
-    segments = rows_of(merge([source["segment_lengths"] for source in manifest["sources"]]))
+    segments = to_histogram(merge_histograms([source["segment_lengths"] for source in manifest["sources"]]))
     min_packs = sum(source["bound_packs"] for source in manifest["sources"])
     steps, left_over = divmod(len(dataset), packs_per_step)
     padded = dataset.packer == "bucketed"
-    feedings = compare(segments, dataset.seq_len, shape, dataset.packer)
+    feedings = compare_feedings(segments, dataset.seq_len, shape, dataset.packer, len(dataset))
     if not padded:
         feedings[0]["attention_pairs"] = int(index.attention_pairs.sum())  # known exactly, no need of the histogram
-    report: Report = {
+    report: DatasetReport = {
         "report": REPORT_VERSION,
         "path": str(dataset.path),
         "dataset_id": manifest["dataset_id"],
         "plan_id": manifest["plan_id"],
-        "recipe": recipe(dataset),
-        **{key: totals[key] for key in ("documents", "tokens", "targets", "segments", "packs")},
-        "fill": fill(index.num_tokens, dataset.seq_len, min_packs),
-        "lengths": lengths(dataset),
-        "segments_per_pack": segments_per_pack(index.num_segments),
-        "cost": cost(index, padded=padded),
+        "plan": plan_summary(dataset),
+        "documents": totals["documents"],
+        "tokens": totals["tokens"],
+        "targets": totals["targets"],
+        "segments": totals["segments"],
+        "packs": totals["packs"],
+        "fill": fill_figures(index.num_tokens, dataset.seq_len, min_packs),
+        "lengths": length_figures(dataset),
+        "segments_per_pack": segments_per_pack_figures(index.num_segments),
+        "cost": cost_figures(index, padded=padded),
         "feedings": feedings,
         "model": {"name": shape.name, "vocab_size": shape.vocab_size, "max_positions": shape.max_positions},
         "steps": {"packs_per_step": packs_per_step, "per_epoch": steps, "left_over_packs": left_over},
         "sources": [source_figures(source, totals) for source in manifest["sources"]],
-        "mix": passes(manifest["sources"], mix or {}),
+        "mix": mix_passes(manifest["sources"], mix or {}),
         "disk": {"bytes": sum(shard["bytes"] for shard in manifest["shards"]), "shards": len(manifest["shards"])},
         "build": manifest["facts"],
+        "warnings": [],
     }
-    return report | {"warnings": findings(report)}
+    report["warnings"] = find_warnings(report)
+    return report
 
 
-def recipe(dataset: Dataset) -> Report:
+def plan_summary(dataset: Dataset) -> dict[str, Any]:
     """Return what determined the dataset's bytes, without the lists of files and windows."""
     plan = dataset.plan
     sources = [
@@ -92,19 +112,21 @@ def recipe(dataset: Dataset) -> Report:
     return {**plan, "packer": dataset.packer, "sources": sources, "windows": len(plan["windows"])}
 
 
-def lengths(dataset: Dataset) -> Report:
+def length_figures(dataset: Dataset) -> LengthFigures:
     """Return percentiles and histogram of documents as tokenized, and of segments as packed."""
     sources = dataset.manifest["sources"]
-    documents, segments = (merge([source[key] for source in sources]) for key in ("lengths", "segment_lengths"))
+    documents, segments = (
+        merge_histograms([source[key] for source in sources]) for key in ("lengths", "segment_lengths")
+    )
     longest = int(dataset.index.max_seqlen.max(initial=0))
     overlong = [entry["tokens"] for source in sources for entry in source["longest"]]
     return {
-        "documents": percentiles(documents) | {"max": max([longest, *overlong]), "histogram": documents},
-        "segments": percentiles(segments) | {"max": longest, "histogram": segments},
+        "documents": length_percentiles(documents) | {"max": max([longest, *overlong]), "histogram": documents},
+        "segments": length_percentiles(segments) | {"max": longest, "histogram": segments},
     }
 
 
-def passes(sources: Sequence[Report], mix: dict[str, float]) -> list[Report]:
+def mix_passes(sources: Sequence[dict[str, Any]], mix: dict[str, float]) -> list[MixFigures]:
     """Return how often a mix by tokens goes through each source until it has seen the last of them once.
 
     Raises:
@@ -118,7 +140,7 @@ def passes(sources: Sequence[Report], mix: dict[str, float]) -> list[Report]:
     return [{"source": name, "weight": mix[name], "passes": rate / min(pace.values())} for name, rate in pace.items()]
 
 
-def merge(histograms: Sequence[list[list[int]]]) -> list[list[int]]:
+def merge_histograms(histograms: Sequence[list[list[int]]]) -> list[list[int]]:
     """Add histograms of `[lower edge, how many, tokens]`, class by class."""
     total: dict[int, tuple[int, int]] = {}
     for histogram in histograms:
@@ -128,18 +150,18 @@ def merge(histograms: Sequence[list[list[int]]]) -> list[list[int]]:
     return [[edge, *both] for edge, both in sorted(total.items())]
 
 
-def rows_of(histogram: list[list[int]]) -> Rows:
+def to_histogram(histogram: list[list[int]]) -> LengthHistogram:
     """Return a histogram as attention rows, each class at its mean length."""
     table = np.array(histogram, np.float64).reshape(-1, 3)
-    return Rows(table[:, 2] / table[:, 1], table[:, 1])
+    return LengthHistogram(table[:, 2] / table[:, 1], table[:, 1])
 
 
-def percentiles(histogram: list[list[int]]) -> dict[str, Any]:
+def length_percentiles(histogram: list[list[int]]) -> dict[str, Any]:
     """Return count, mean and nearest-rank percentiles of lengths, in tokens."""
     if not histogram:
         return {"count": 0}
-    rows = rows_of(histogram)
-    below = np.cumsum(rows.rows)
+    rows = to_histogram(histogram)
+    below = np.cumsum(rows.counts)
     count = int(below[-1])
     ranks = [max(1, int(np.ceil(count * p / 100))) for p in PERCENTILES]
     classes = np.searchsorted(below, ranks)
@@ -147,7 +169,7 @@ def percentiles(histogram: list[list[int]]) -> dict[str, Any]:
     return {"count": count, "mean": rows.slots / count} | figures
 
 
-def fill(num_tokens: np.ndarray, seq_len: int, min_packs: int) -> dict[str, Any]:
+def fill_figures(num_tokens: np.ndarray, seq_len: int, min_packs: int) -> FillFigures:
     """Return how full packs are, and how far their number is from the fewest possible.
 
     Args:
@@ -166,7 +188,7 @@ def fill(num_tokens: np.ndarray, seq_len: int, min_packs: int) -> dict[str, Any]
     }
 
 
-def segments_per_pack(num_segments: np.ndarray) -> dict[str, Any]:
+def segments_per_pack_figures(num_segments: np.ndarray) -> SegmentsPerPack:
     """Return mean, largest and histogram `[segments, packs]` of segments per pack."""
     if not len(num_segments):
         return {"mean": 0.0, "max": 0, "histogram": []}
@@ -178,7 +200,7 @@ def segments_per_pack(num_segments: np.ndarray) -> dict[str, Any]:
     }
 
 
-def cost(index: Index, *, padded: bool) -> Report:
+def cost_figures(index: Index, *, padded: bool) -> CostFigures:
     """Return the spread of attention work over packs, and what it makes ranks wait for each other.
 
     Args:
@@ -190,54 +212,75 @@ def cost(index: Index, *, padded: bool) -> Report:
     return {
         "attention_pairs": int(pairs.sum()),
         "octaves": [[2 ** int(k), int(octaves[k])] for k in np.flatnonzero(octaves)],
-        "straggler": [] if padded else stragglers(index),
+        "straggler": [] if padded else straggler_figures(index),
     }
 
 
-def source_figures(source: dict[str, Any], totals: dict[str, Any]) -> dict[str, Any]:
+def source_figures(source: dict[str, Any], totals: dict[str, Any]) -> SourceFigures:
     """Return one source's balance sheet, its share of all tokens and targets, and its longest documents."""
     counts = source["counts"]
-    shares = {
-        f"share_of_{thing}": counts[thing]["packed"] / totals[thing]["packed"] if totals[thing]["packed"] else 0.0
-        for thing in ("tokens", "targets")
-    }
+
+    def share(thing: str) -> float:
+        total = totals[thing]["packed"]
+        return counts[thing]["packed"] / total if total else 0.0
+
     return {
         "name": source["name"],
-        **counts,
-        **shares,
-        "lengths": percentiles(source["lengths"]),
+        "documents": counts["documents"],
+        "tokens": counts["tokens"],
+        "targets": counts["targets"],
+        "segments": counts["segments"],
+        "packs": counts["packs"],
+        "share_of_tokens": share("tokens"),
+        "share_of_targets": share("targets"),
+        "lengths": length_percentiles(source["lengths"]),
         "longest": source["longest"],
     }
 
 
-def stragglers(index: Index) -> list[Report]:
-    """Return how long ranks wait for the slowest, for each of RANKS and each way of `WAYS` to make steps.
+def straggler_figures(index: Index) -> list[StragglerFigures]:
+    """Return how long ranks wait for the slowest, for each of RANKS and each way of `ORDER_SETTINGS` to make steps.
 
     The factor is the mean over steps of the slowest rank's work / the mean rank's; 1.0 is a perfect deal, None means
     too few packs for a step. Large datasets are judged by an even choice of packs.
     """
-    stride = -(-len(index.num_tokens) // MOST_PACKS) or 1
+    stride = -(-len(index.num_tokens) // MAX_PACKS) or 1
     thinned = Index(**{name: figures[::stride] for name, figures in vars(index).items()})
-    entries = []
+    entries: list[StragglerFigures] = []
     for ranks in RANKS:
         orders: dict[str, float | None] = {}
-        for name, (order, batches) in WAYS.items():
+        for name, (order, batches) in ORDER_SETTINGS.items():
             enough = len(thinned.num_tokens) >= ranks * batches
             steps = StepOrder(thinned, packs_per_step=ranks * batches, order=order) if enough else None
-            orders[name] = steps.straggler_factor(0, ranks, MOST_STEPS) if steps else None
+            orders[name] = steps.straggler_factor(0, ranks, MAX_STEPS) if steps else None
         entries.append({"ranks": ranks, "orders": orders})
     return entries
 
 
-def summary_lines(manifest: Report, path: str) -> list[str]:
+def fill_by_seq_len(lengths: np.ndarray) -> list[FillAtLength]:
+    """Return fill and share of documents cut at every seq_len, for the documents of a built dataset.
+
+    Args:
+        lengths: Tokens per document, int64 (num_documents,).
+    """
+    entries: list[FillAtLength] = []
+    for seq_len in SEQ_LENS if len(lengths) else ():
+        segments = cut(lengths, seq_len, "split").length
+        bins = PACKERS["auto"](segments, seq_len)
+        full = float(segments.sum()) / (bins.num_bins * seq_len)
+        entries.append({"seq_len": seq_len, "fill": full, "documents_cut": float((lengths > seq_len).mean())})
+    return entries
+
+
+def summary_lines(manifest: dict[str, Any], path: str) -> list[str]:
     """Return what a person wants to know when a build has finished, in a few lines."""
     totals, seq_len = manifest["totals"], manifest["seq_len"]
     tokens, packs = totals["tokens"]["packed"], totals["packs"]
     full = tokens / (packs * seq_len) if packs else 0.0
-    what = [counted(totals[thing]["packed"], thing.removesuffix("s")) for thing, _ in LOSSES]
-    losses = [(thing, reasons(totals[thing][lost])) for thing, lost in LOSSES]
+    what = [counted(sheet.packed, sheet.thing.removesuffix("s")) for sheet in balances(totals)]
+    losses = [(sheet.thing, format_reasons(sheet.lost)) for sheet in balances(totals)]
     return [
-        f"{path}: {', '.join(what)} in {counted(packs, 'pack')} of {seq_len:,} ({percent(full)} full)",
+        f"{path}: {', '.join(what)} in {counted(packs, 'pack')} of {seq_len:,} ({format_share(full)} full)",
         *(f"{thing} lost: {why}" for thing, why in losses if why),
         f"dataset {manifest['dataset_id'][:16]}; see pack inspect {quote(path)}",
     ]

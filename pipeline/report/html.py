@@ -60,7 +60,7 @@ class Page:
     sections: list[Section]
 
 
-def render(page: Page) -> str:
+def render_page(page: Page) -> str:
     """Return the page as HTML.
 
     Raises:
@@ -80,25 +80,25 @@ def render(page: Page) -> str:
     return template.render(page=page, plotly=Markup(script))
 
 
-def write(page: Page, file: str) -> None:
+def write_page(page: Page, file: str) -> None:
     """Write the page.
 
     Raises:
         PackError: plotly is not installed, or the file cannot be written.
     """
-    text = render(page)
+    text = render_page(page)
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise PackError(f"--html {file}: cannot be written ({error.strerror}). Name another file.") from error
 
 
-def label(text: str) -> str:
+def escape_label(text: str) -> str:
     """Escape a name for use inside a plot, where plotly reads a few tags."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def plot(title: str, data: list[dict[str, Any]], *, x: str = "", y: str = "", **layout: Any) -> Plot:
+def make_plot(title: str, data: list[dict[str, Any]], *, x: str = "", y: str = "", **layout: Any) -> Plot:
     """Return a figure.
 
     Args:
@@ -113,21 +113,21 @@ def plot(title: str, data: list[dict[str, Any]], *, x: str = "", y: str = "", **
     return Plot(title, orjson.dumps({"data": data, "layout": {"colorway": COLOURS, **layout}}).decode())
 
 
-def bars(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:
+def bar_trace(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:
     """Return a trace of bars."""
-    return {"type": "bar", "x": x, "y": y, "name": label(name), **more}
+    return {"type": "bar", "x": x, "y": y, "name": escape_label(name), **more}
 
 
-def steps(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:
+def step_trace(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:
     """Return a trace of filled steps, for histograms on a log axis: `y[i]` holds from `x[i]` to `x[i + 1]`."""
-    return lines(x, y, name, **{"fill": "tozeroy", "line": {"shape": "hv"}, **more})
+    return line_trace(x, y, name, **{"fill": "tozeroy", "line": {"shape": "hv"}, **more})
 
 
-def lines(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:
+def line_trace(x: list[Any], y: list[Any], name: str = "", **more: Any) -> dict[str, Any]:
     """Return a trace of a line."""
-    return {"type": "scatter", "mode": "lines", "x": x, "y": y, "name": label(name), **more}
+    return {"type": "scatter", "mode": "lines", "x": x, "y": y, "name": escape_label(name), **more}
 
 
-def mark(x: float) -> dict[str, Any]:
+def vertical_line(x: float) -> dict[str, Any]:
     """Return a vertical line across a plot."""
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}

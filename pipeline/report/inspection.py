@@ -6,20 +6,21 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from pipeline.report.dataset import Report, inspect, rows_of
+from pipeline.report.dataset import fill_by_seq_len, inspect, to_histogram
 from pipeline.report.flops import DEFAULT_SHAPE, load_shape
-from pipeline.report.html import Page, write
+from pipeline.report.html import Page, write_page
 from pipeline.report.pages import comparison_page, dataset_page
-from pipeline.report.rows import deep
-from pipeline.report.runs import is_run, read_run, runs_page, summary, table
-from pipeline.report.show import Decoder, describe
-from pipeline.report.terminal import comparison_view, dataset_view, grid
+from pipeline.report.records import DatasetReport
+from pipeline.report.rows import row_statistics
+from pipeline.report.runs import is_run, read_run, runs_page, runs_table, summarize_run
+from pipeline.report.show import Decoder, decode_pack
+from pipeline.report.terminal import comparison_view, dataset_view, make_table
 from shards.errors import PackError
 from shards.reader import Dataset
 
 SAMPLE_PACKS = 4
 SAMPLE_TOKENS = 400  # of each segment, on a page
-MOST_LENGTHS = 1_000_000  # documents that stand for all where other seq_len are tried
+MAX_LENGTHS = 1_000_000  # documents that stand for all where other seq_len are tried
 
 
 class Inspection:
@@ -30,14 +31,14 @@ class Inspection:
         packs_per_step: Packs that one optimizer step consumes.
         model: Directory, config JSON or hub name of the model whose shape and limits count; None for a usual shape.
         mix: Weight by source name.
-        deep_look: Whether to read every row.
+        rows: Whether to read every row.
 
     Raises:
         PackError: A path is neither, or datasets and runs are mixed.
     """
 
     def __init__(
-        self, paths: tuple[str, ...], *, packs_per_step: int, model: str | None, mix: dict[str, float], deep_look: bool
+        self, paths: tuple[str, ...], *, packs_per_step: int, model: str | None, mix: dict[str, float], rows: bool
     ) -> None:
         kinds = {is_run(path) for path in paths}
         if len(kinds) > 1:
@@ -47,19 +48,19 @@ class Inspection:
         self.datasets = [] if self.runs else [Dataset(path) for path in paths]
         self.reports = [inspect(d, packs_per_step=packs_per_step, shape=shape, mix=mix) for d in self.datasets]
         for report, dataset in zip(self.reports, self.datasets, strict=True):
-            if deep_look:
-                report["deep"] = deep(dataset, shape)
+            if rows:
+                report["row_statistics"] = row_statistics(dataset, shape)
 
     def json(self) -> str:
         """Return the figures; one object for one path, a list for several."""
-        found: list[Any] = [summary(run) for run in self.runs] or self.reports
+        found: list[Any] = [summarize_run(run) for run in self.runs] or self.reports
         return json.dumps(found[0] if len(found) == 1 else found)
 
     def view(self) -> RenderableType:
         """Return what the terminal shows."""
         if self.runs:
-            runs = table(self.runs)
-            return grid(runs.columns, runs.rows, "Training runs")
+            runs = runs_table(self.runs)
+            return make_table(runs.columns, runs.rows, "Training runs")
         return dataset_view(self.reports[0]) if len(self.reports) == 1 else comparison_view(self.reports)
 
     def write_page(self, file: str) -> None:
@@ -68,24 +69,23 @@ class Inspection:
         Raises:
             PackError: The file cannot be written.
         """
-        write(self._page(), file)
+        write_page(self._page(), file)
 
     def _page(self) -> Page:
         if self.runs:
             return runs_page(self.runs)
         if len(self.reports) > 1:
             return comparison_page(self.reports)
-        from pipeline.estimate.advisor import fill_by_seq_len
-
         report, dataset = self.reports[0], self.datasets[0]
-        report = report | {"fill_by_seq_len": fill_by_seq_len(typical_lengths(report))}
-        return dataset_page(report, sample_packs(dataset))
+        drawn = report.copy()
+        drawn["fill_by_seq_len"] = fill_by_seq_len(typical_lengths(report))
+        return dataset_page(drawn, sample_packs(dataset))
 
 
-def typical_lengths(report: Report) -> np.ndarray:
+def typical_lengths(report: DatasetReport) -> np.ndarray:
     """Return document lengths from a report's histogram, at most a million that stand for all; int64."""
-    lengths, documents = rows_of(report["lengths"]["documents"]["histogram"])
-    count = documents * min(1.0, MOST_LENGTHS / max(1.0, documents.sum()))
+    lengths, documents = to_histogram(report["lengths"]["documents"]["histogram"])
+    count = documents * min(1.0, MAX_LENGTHS / max(1.0, documents.sum()))
     return np.repeat(np.round(lengths).astype(np.int64), np.round(count).astype(np.int64))
 
 
@@ -93,4 +93,4 @@ def sample_packs(dataset: Dataset) -> list[dict[str, Any]]:
     """Return a few packs spread over a dataset, decoded."""
     decoder = Decoder(dataset.path / "tokenizer")
     rows = np.unique(np.linspace(0, len(dataset) - 1, SAMPLE_PACKS).astype(int)).tolist() if len(dataset) else []
-    return [describe(dataset, row, decoder, tokens=SAMPLE_TOKENS) for row in rows]
+    return [decode_pack(dataset, row, decoder, tokens=SAMPLE_TOKENS) for row in rows]

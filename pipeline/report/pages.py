@@ -1,39 +1,49 @@
-"""The page of one or several datasets: the report's figures as plots, its tables, a few packs, the recipe."""
+"""The page of one or several datasets: the report's figures as plots, its tables, a few packs, the plan."""
 
 from typing import Any
 
 import numpy as np
 import orjson
 
-from pipeline.formatting import percent, size
-from pipeline.report.html import Page, Plot, Section, Table, bars, label, lines, mark, plot, steps
-from pipeline.report.show import Pack, segment_title
-from pipeline.report.show import title as pack_title
+from pipeline.formatting import format_bytes, format_share
+from pipeline.report.html import (
+    Page,
+    Plot,
+    Section,
+    Table,
+    bar_trace,
+    escape_label,
+    line_trace,
+    make_plot,
+    step_trace,
+    vertical_line,
+)
+from pipeline.report.records import DatasetReport
+from pipeline.report.show import DecodedPack, pack_title, segment_title
 from pipeline.report.terminal import side_by_side, tables
 from shards.errors import counted
 
-Report = dict[str, Any]
-MOST_BARS = 60  # segments per pack beyond this are drawn as classes
+MAX_BARS = 60  # segments per pack beyond this are drawn as classes
 
 
-def dataset_page(report: Report, packs: list[Pack]) -> Page:
+def dataset_page(report: DatasetReport, packs: list[DecodedPack]) -> Page:
     """Return the page of one dataset.
 
     Args:
         report: From `report.inspect`, with `fill_by_seq_len` where it was asked for.
-        packs: Sample packs, from `show.describe`.
+        packs: Sample packs, from `show.decode_pack`.
     """
-    recipe = report["recipe"]
+    plan = report["plan"]
     dearest = max((way["relative_cost"] for way in report["feedings"]), default=1.0)
     cards = [
-        {"value": percent(report["fill"]["rate"]), "label": "fill rate"},
-        {"value": percent(report["fill"]["above_min"]), "label": "above the fewest possible packs"},
-        _counted(report["packs"], "pack", f" of up to {recipe['seq_len']:,} tokens"),
+        {"value": format_share(report["fill"]["rate"]), "label": "fill rate"},
+        {"value": format_share(report["fill"]["above_min"]), "label": "above the fewest possible packs"},
+        _counted(report["packs"], "pack", f" of up to {plan['seq_len']:,} tokens"),
         _counted(report["tokens"]["packed"], "token"),
         _counted(report["targets"]["packed"], "target"),
         _counted(report["documents"]["packed"], "document"),
         {"value": f"{dearest:.1f} x", "label": "cost of padding to seq_len"},
-        {"value": size(report["disk"]["bytes"]), "label": f"in {counted(report['disk']['shards'], 'shard')}"},
+        {"value": format_bytes(report["disk"]["bytes"]), "label": f"in {counted(report['disk']['shards'], 'shard')}"},
     ]
     by_title = {title: Table(columns, rows, title) for title, columns, rows in tables(report)}
     sections = [
@@ -72,7 +82,7 @@ def dataset_page(report: Report, packs: list[Pack]) -> Page:
             "Targets are shaded, special tokens coloured; everything else is only read.",
             packs=[_pack(p) for p in packs],
         ),
-        Section("Recipe", tables=[_recipe(report)]),
+        Section("Plan", tables=[_plan_table(report)]),
     ]
     kept = [section for section in sections if section.plots or section.tables or section.packs]
     return Page(report["path"], f"shardpack dataset {report['dataset_id'][:16]}", cards, report["warnings"], kept)
@@ -83,7 +93,7 @@ def _counted(number: int, noun: str, more: str = "") -> dict[str, str]:
     return {"value": value, "label": label + more}
 
 
-def comparison_page(reports: list[Report]) -> Page:
+def comparison_page(reports: list[DatasetReport]) -> Page:
     """Return the page of several datasets side by side, one colour a dataset."""
     names = [report["path"] for report in reports]
     warned = [f"{report['path']}: {text}" for report in reports for text in report["warnings"]]
@@ -99,14 +109,14 @@ def _pick(by_title: dict[str, Table], *starts: str) -> list[Table]:
     return [table for title, table in by_title.items() if title.startswith(starts)]
 
 
-def _fill(report: Report) -> Plot:
+def _fill(report: DatasetReport) -> Plot:
     width = 1 / 50
-    edges = [(edge / report["recipe"]["seq_len"] + width / 2) for edge, _ in report["fill"]["histogram"]]
+    edges = [(edge / report["plan"]["seq_len"] + width / 2) for edge, _ in report["fill"]["histogram"]]
     counts = [packs for _, packs in report["fill"]["histogram"]]
     axis = {"tickformat": ".0%", "range": [0, 1]}
-    return plot(
+    return make_plot(
         "How full packs are",
-        [bars(edges, counts, width=width)],
+        [bar_trace(edges, counts, width=width)],
         x="tokens / seq_len",
         y="packs",
         xaxis=axis,
@@ -114,35 +124,35 @@ def _fill(report: Report) -> Plot:
     )
 
 
-def _segments_per_pack(report: Report) -> Plot:
+def _segments_per_pack(report: DatasetReport) -> Plot:
     table = np.array(report["segments_per_pack"]["histogram"], np.int64).reshape(-1, 2)
-    width = max(1, -(-int(table[:, 0].max(initial=1)) // MOST_BARS))
+    width = max(1, -(-int(table[:, 0].max(initial=1)) // MAX_BARS))
     counts = np.bincount(table[:, 0] // width, weights=table[:, 1]) if len(table) else np.zeros(0)
     kept = np.flatnonzero(counts)
     centres = (kept * width + (width - 1) / 2).tolist()
-    trace = bars(centres, counts[kept].tolist(), width=0.9 * width)
+    trace = bar_trace(centres, counts[kept].tolist(), width=0.9 * width)
     axis = {"dtick": 1} if width == 1 and len(kept) < 12 else {}
-    return plot("Segments in a pack", [trace], x="segments", y="packs", xaxis=axis)
+    return make_plot("Segments in a pack", [trace], x="segments", y="packs", xaxis=axis)
 
 
-def _fill_by_seq_len(report: Report) -> list[Plot]:
+def _fill_by_seq_len(report: DatasetReport) -> list[Plot]:
     entries = report.get("fill_by_seq_len")
     if not entries:
         return []
     x = [entry["seq_len"] for entry in entries]
     traces = [
-        lines(x, [entry["fill"] for entry in entries], "fill rate", mode="lines+markers"),
-        lines(x, [entry["documents_cut"] for entry in entries], "documents cut", mode="lines+markers"),
+        line_trace(x, [entry["fill"] for entry in entries], "fill rate", mode="lines+markers"),
+        line_trace(x, [entry["documents_cut"] for entry in entries], "documents cut", mode="lines+markers"),
     ]
     ticks = {"type": "log", "tickvals": x, "ticktext": [f"{n // 1024}k" if n >= 1024 else str(n) for n in x]}
     return [
-        plot(
+        make_plot(
             "Fill and cuts at other seq_len",
             traces,
             x="seq_len",
             xaxis=ticks,
             yaxis={"tickformat": ".0%", "range": [0, 1.02]},
-            shapes=[mark(report["recipe"]["seq_len"])],
+            shapes=[vertical_line(report["plan"]["seq_len"])],
             showlegend=True,
         )
     ]
@@ -160,24 +170,26 @@ def log_classes(histogram: list[list[int]]) -> tuple[list[float], list[int]]:
     return [edges[0], *edges], [0, *counts.tolist(), 0]
 
 
-def _lengths(report: Report) -> Plot:
-    traces = [steps(*log_classes(report["lengths"][kind]["histogram"]), kind) for kind in ("documents", "segments")]
-    return plot(
+def _lengths(report: DatasetReport) -> Plot:
+    traces = [
+        step_trace(*log_classes(report["lengths"][kind]["histogram"]), kind) for kind in ("documents", "segments")
+    ]
+    return make_plot(
         "Length distribution",
         traces,
         x="tokens",
         y="number",
         xaxis={"type": "log"},
-        shapes=[mark(report["recipe"]["seq_len"])],
+        shapes=[vertical_line(report["plan"]["seq_len"])],
         showlegend=True,
     )
 
 
-def _feedings(report: Report) -> Plot:
+def _feedings(report: DatasetReport) -> Plot:
     names = [way["name"] for way in report["feedings"]]
     costs = [way["relative_cost"] for way in report["feedings"]]
-    trace = bars(costs, names, orientation="h", text=[f"{c:.2f} x" for c in costs], textposition="auto")
-    return plot(
+    trace = bar_trace(costs, names, orientation="h", text=[f"{c:.2f} x" for c in costs], textposition="auto")
+    return make_plot(
         f"Cost of feeding the same segments, {names[0]} = 1",
         [trace],
         x="training FLOPs",
@@ -185,39 +197,41 @@ def _feedings(report: Report) -> Plot:
     )
 
 
-def _costs(report: Report) -> Plot:
+def _costs(report: DatasetReport) -> Plot:
     octaves = report["cost"]["octaves"]
     names = [f"{low:,}+" for low, _ in octaves]
-    return plot(
+    return make_plot(
         "Packs by attention pairs",
-        [bars(names, [packs for _, packs in octaves])],
+        [bar_trace(names, [packs for _, packs in octaves])],
         x="attention pairs",
         y="packs",
         xaxis={"type": "category"},
     )
 
 
-def _losses(report: Report) -> list[Plot]:
+def _losses(report: DatasetReport) -> list[Plot]:
     sources = [source for source in report["sources"] if any(source["tokens"]["lost"].values())]
     reasons = sorted({reason for source in sources for reason, count in source["tokens"]["lost"].items() if count})
     if not reasons:
         return []
-    names = [label(source["name"]) for source in sources]
+    names = [escape_label(source["name"]) for source in sources]
     traces = [
-        bars(names, [source["tokens"]["lost"].get(reason, 0) for source in sources], reason) for reason in reasons
+        bar_trace(names, [source["tokens"]["lost"].get(reason, 0) for source in sources], reason) for reason in reasons
     ]
     return [
-        plot("Tokens lost by source", traces, y="tokens", barmode="stack", showlegend=True, xaxis={"type": "category"})
+        make_plot(
+            "Tokens lost by source", traces, y="tokens", barmode="stack", showlegend=True, xaxis={"type": "category"}
+        )
     ]
 
 
-def _overlaid(title: str, reports: list[Report]) -> Plot:
+def _overlaid(title: str, reports: list[DatasetReport]) -> Plot:
     traces = []
     for report in reports:
         edges, counts = log_classes(report["lengths"]["documents"]["histogram"])
         total = sum(counts) or 1
-        traces.append(steps(edges, [c / total for c in counts], report["path"], fill="none"))
-    return plot(
+        traces.append(step_trace(edges, [c / total for c in counts], report["path"], fill="none"))
+    return make_plot(
         title,
         traces,
         x="tokens",
@@ -228,17 +242,17 @@ def _overlaid(title: str, reports: list[Report]) -> Plot:
     )
 
 
-def _overlaid_fill(reports: list[Report]) -> Plot:
-    names = [label(report["path"]) for report in reports]
-    return plot(
+def _overlaid_fill(reports: list[DatasetReport]) -> Plot:
+    names = [escape_label(report["path"]) for report in reports]
+    return make_plot(
         "Fill rate",
-        [bars(names, [report["fill"]["rate"] for report in reports])],
+        [bar_trace(names, [report["fill"]["rate"] for report in reports])],
         yaxis={"tickformat": ".0%", "range": [0, 1]},
         xaxis={"type": "category"},
     )
 
 
-def _pack(pack: Pack) -> dict[str, Any]:
+def _pack(pack: DecodedPack) -> dict[str, Any]:
     segments = []
     for position, segment in enumerate(pack["segments"]):
         more = f"… {counted(segment['hidden_tokens'], 'more token')}" if segment["hidden_tokens"] else ""
@@ -246,10 +260,10 @@ def _pack(pack: Pack) -> dict[str, Any]:
     return {"title": pack_title(pack), "segments": segments}
 
 
-def _recipe(report: Report) -> Table:
-    recipe = {**report["recipe"], "dataset_id": report["dataset_id"], "plan_id": report["plan_id"]}
-    sources = recipe.pop("sources")
-    rows = [[key, _plain(value)] for key, value in sorted(recipe.items())]
+def _plan_table(report: DatasetReport) -> Table:
+    plan = {**report["plan"], "dataset_id": report["dataset_id"], "plan_id": report["plan_id"]}
+    sources = plan.pop("sources")
+    rows = [[key, _plain(value)] for key, value in sorted(plan.items())]
     rows += [
         [f"source {source['name']}", _plain({k: v for k, v in source.items() if k != "name"})] for source in sources
     ]

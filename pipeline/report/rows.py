@@ -4,19 +4,17 @@ Reads every shard once through its map. Pieces of a cut document count by themse
 """
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape
-from pipeline.report.padding import Rows, compare
+from pipeline.report.padding import LengthHistogram, compare_feedings
+from pipeline.report.records import RowStatistics
 from shards.reader import Dataset
 
-FIGURES = ("duplicate_segments", "duplicate_tokens", "segments_without_target", "tokens_without_target")
 
-
-def deep(dataset: Dataset, shape: ModelShape = DEFAULT_SHAPE) -> dict[str, Any]:
+def row_statistics(dataset: Dataset, shape: ModelShape = DEFAULT_SHAPE) -> RowStatistics:
     """Read every row of a dataset.
 
     Args:
@@ -30,7 +28,7 @@ def deep(dataset: Dataset, shape: ModelShape = DEFAULT_SHAPE) -> dict[str, Any]:
     used = np.zeros(dataset.max_token_id + 1, bool)
     seen: Counter[int] = Counter()
     lengths: Counter[int] = Counter()
-    figures = dict.fromkeys(FIGURES, 0)
+    duplicate_segments = duplicate_tokens = segments_without_target = tokens_without_target = 0
     for row in range(len(dataset)):
         ids, _, mask, bounds = dataset.pack(row)
         used[ids] = True
@@ -39,15 +37,20 @@ def deep(dataset: Dataset, shape: ModelShape = DEFAULT_SHAPE) -> dict[str, Any]:
             digest = xxhash.xxh3_64_intdigest(ids[start:stop].data)
             seen[digest] += 1
             lengths[stop - start] += 1
-            figures["duplicate_segments"] += seen[digest] > 1
-            figures["duplicate_tokens"] += (stop - start) * (seen[digest] > 1)
-            figures["segments_without_target"] += not target
-            figures["tokens_without_target"] += (stop - start) * (not target)
+            duplicate_segments += seen[digest] > 1
+            duplicate_tokens += (stop - start) * (seen[digest] > 1)
+            segments_without_target += not target
+            tokens_without_target += (stop - start) * (not target)
     histogram = sorted(lengths.items())
     table = np.array(histogram, np.float64).reshape(-1, 2)
     return {
         "lengths": [list(entry) for entry in histogram],
-        "feedings": compare(Rows(table[:, 0], table[:, 1]), dataset.seq_len, shape, dataset.packer),
+        "feedings": compare_feedings(
+            LengthHistogram(table[:, 0], table[:, 1]), dataset.seq_len, shape, dataset.packer, len(dataset)
+        ),
         "distinct_tokens": int(used.sum()),
-        **figures,
+        "duplicate_segments": duplicate_segments,
+        "duplicate_tokens": duplicate_tokens,
+        "segments_without_target": segments_without_target,
+        "tokens_without_target": tokens_without_target,
     }

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
 
-from pipeline.formatting import number, percent
-from pipeline.report.html import COLOURS, Page, Plot, Section, Table, lines, plot
+from pipeline.formatting import format_count, format_share
+from pipeline.report.html import COLOURS, Page, Plot, Section, Table, line_trace, make_plot
 from shards.errors import PackError, counted
 
 METRICS = "metrics.jsonl"
@@ -33,13 +33,13 @@ AXES = {
 # of the table: the figure of a summary, and how it is written
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "run": ("path", str),
-    "steps": ("steps", number),
+    "steps": ("steps", format_count),
     "first loss": ("first_loss", "{:.4f}".format),
     "last loss": ("last_loss", "{:.4f}".format),
     "best eval": ("lowest_eval_loss", "{:.4f}".format),
     "tokens/s": ("tokens_per_s", "{:,.0f}".format),
-    "MFU": ("mfu", percent),
-    "data wait": ("data_wait", percent),
+    "MFU": ("mfu", format_share),
+    "data wait": ("data_wait", format_share),
     "memory": ("memory_gib", "{:.1f} GiB".format),
 }
 
@@ -83,22 +83,22 @@ def read_run(path: str) -> Run:
     return Run(path, sorted(records, key=lambda record: record["step"]))
 
 
-def curve(run: Run, name: str) -> tuple[list[int], list[float]]:
+def curve_points(run: Run, name: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of one figure, finite values only, thinned to what a screen shows, the last kept."""
-    points = [(step, float(value)) for step, value in figures(run, name) if math.isfinite(value)]
+    points = [(step, float(value)) for step, value in figure_points(run, name) if math.isfinite(value)]
     stride = math.ceil(len(points) / MAX_POINTS) or 1
     thinned = points[(len(points) - 1) % stride :: stride] if points else []
     return [step for step, _ in thinned], [value for _, value in thinned]
 
 
-def figures(run: Run, name: str) -> list[tuple[int, float]]:
+def figure_points(run: Run, name: str) -> list[tuple[int, float]]:
     """Return step and value of every record that has this figure."""
     return [(record["step"], record[name]) for record in run.lines if isinstance(record.get(name), int | float)]
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summarize_run(run: Run) -> dict[str, Any]:
     """Return the figures of a run that one compares: last and lowest loss, and medians of the rest."""
-    values = {name: [value for _, value in figures(run, name)] for name, _, _ in CURVES}
+    values = {name: [value for _, value in figure_points(run, name)] for name, _, _ in CURVES}
     losses, medians = values["loss"], ("tokens_per_s", "mfu", "data_wait")
     return {
         "path": run.path,
@@ -111,11 +111,11 @@ def summary(run: Run) -> dict[str, Any]:
     }
 
 
-def table(runs: list[Run]) -> Table:
+def runs_table(runs: list[Run]) -> Table:
     """Return the runs side by side."""
     rows = [
         ["–" if entry[name] is None else write(entry[name]) for name, write in COLUMNS.values()]
-        for entry in map(summary, runs)
+        for entry in map(summarize_run, runs)
     ]
     return Table(list(COLUMNS), rows)
 
@@ -125,22 +125,24 @@ def runs_page(runs: list[Run]) -> Page:
     plots: list[Plot] = []
     for name, caption, unit in CURVES:
         traces = [
-            lines(
-                *curve(run, name),
+            line_trace(
+                *curve_points(run, name),
                 name=run.path,
                 mode="lines+markers" if name == "eval_loss" else "lines",
                 line={"color": COLOURS[k % len(COLOURS)]},
             )
             for k, run in enumerate(runs)
-            if curve(run, name)[0]
+            if curve_points(run, name)[0]
         ]
         if traces:
             axis = AXES.get(name, {})
-            plots.append(plot(caption, traces, x="step", y=unit, yaxis=axis, showlegend=len(runs) > 1))
-    first = summary(runs[0])
+            plots.append(make_plot(caption, traces, x="step", y=unit, yaxis=axis, showlegend=len(runs) > 1))
+    first = summarize_run(runs[0])
     cards = (
         [{"value": f"{first['last_loss']:.4f}", "label": "last loss"}] if len(runs) == 1 and first["last_loss"] else []
     )
     title = runs[0].path if len(runs) == 1 else f"{len(runs)} training runs"
     subtitle = f"{counted(first['steps'], 'step')}" if len(runs) == 1 else ", ".join(run.path for run in runs)
-    return Page(title, subtitle, cards, [], [Section("Curves", plots=plots), Section("Summary", tables=[table(runs)])])
+    return Page(
+        title, subtitle, cards, [], [Section("Curves", plots=plots), Section("Summary", tables=[runs_table(runs)])]
+    )

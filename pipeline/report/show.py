@@ -1,6 +1,6 @@
 """Packs decoded, so that a person sees what a model will see: segments, positions, targets, special tokens, cuts.
 
-`describe` turns a row into plain data (runs of tokens that are alike, decoded), which the terminal and the HTML page
+`decode_pack` turns a row into plain data (runs of tokens that are alike, decoded), which the terminal and the HTML page
 both print. Decoding uses the tokenizer files inside the dataset: it needs no network and cannot meet the wrong one.
 """
 
@@ -16,13 +16,13 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.formatting import percent
+from pipeline.formatting import format_share
 from shards.errors import PackError, counted
 from shards.plan import Plan
 from shards.reader import Dataset
 
 WINDOW_SHIFT = 32  # a doc_id is window number * 2^32 + the record's index in the window
-Pack = dict[str, Any]
+DecodedPack = dict[str, Any]
 
 
 class Decoder:
@@ -58,7 +58,7 @@ class Decoder:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def describe(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None = None) -> Pack:
+def decode_pack(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None = None) -> DecodedPack:
     """Return one pack as plain data.
 
     Args:
@@ -87,7 +87,7 @@ def describe(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None
             "start": start,
             "tokens": stop - start,
             "document_offset": int(offset),
-            **neighbours(parts[int(document)], int(offset), _whole(sidecar, int(document))),
+            **find_neighbours(parts[int(document)], int(offset), _whole(sidecar, int(document))),
             "targets": int(pack["loss_mask"][start:stop].sum()),
             "hidden_tokens": max(0, stop - start - tokens) if tokens is not None else 0,
             "runs": list(_runs(pack, start, stop if tokens is None else min(stop, start + tokens), decoder)),
@@ -109,7 +109,7 @@ def describe(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None
     }
 
 
-def _runs(pack: Pack, start: int, stop: int, decoder: Decoder) -> Iterator[dict[str, Any]]:
+def _runs(pack: DecodedPack, start: int, stop: int, decoder: Decoder) -> Iterator[dict[str, Any]]:
     """Yield stretches of tokens that are all targets or all not, every special token by itself."""
     ids, mask = pack["input_ids"][start:stop].astype(np.int64), pack["loss_mask"][start:stop]
     special = np.isin(ids, np.fromiter(decoder.special_ids, np.int64, len(decoder.special_ids)))
@@ -153,7 +153,7 @@ def parts_of(dataset: Dataset, window: int, documents: set[int]) -> dict[int, li
     return {document: sorted(found) for document, found in parts.items()}
 
 
-def neighbours(parts: list[tuple[int, int, int]], offset: int, whole: int | None) -> dict[str, int | None]:
+def find_neighbours(parts: list[tuple[int, int, int]], offset: int, whole: int | None) -> dict[str, int | None]:
     """Return what stands before and after the segment at `offset` of a document, and how many tokens are in no pack.
 
     Args:
@@ -179,7 +179,7 @@ def _whole(sidecar: dict[str, Any], document: int) -> int | None:
     return next((entry["tokens"] for entry in sidecar.get("longest", []) if entry["doc_id"] == document), None)
 
 
-def document_id(text: str) -> int:
+def parse_document_id(text: str) -> int:
     """Parse a document's number, or window:record.
 
     Raises:
@@ -217,15 +217,15 @@ def rows_with_text(dataset: Dataset, text: str, decoder: Decoder) -> Iterator[in
             yield row
 
 
-def title(pack: Pack) -> str:
+def pack_title(pack: DecodedPack) -> str:
     """Return one line about a pack."""
     return (
         f"pack {pack['row']}: {counted(pack['tokens'], 'token')}, {counted(len(pack['segments']), 'segment')}, "
-        f"{counted(pack['targets'], 'target')}, {percent(pack['fill'])} full, source {pack['source']}"
+        f"{counted(pack['targets'], 'target')}, {format_share(pack['fill'])} full, source {pack['source']}"
     )
 
 
-def segment_title(segment: Pack, number: int) -> str:
+def segment_title(segment: DecodedPack, number: int) -> str:
     """Return one line about a segment."""
     cuts = []
     for lost, neighbour, where in (("lost_before", "previous_pack", "before"), ("lost_after", "next_pack", "after")):
@@ -238,9 +238,9 @@ def segment_title(segment: Pack, number: int) -> str:
     return f"segment {number}: {place}, {'; '.join([segment['record'], *cuts])}"
 
 
-def pack_view(pack: Pack, *, colour: bool) -> Iterator[Text]:
+def pack_view(pack: DecodedPack, *, colour: bool) -> Iterator[Text]:
     """Yield the lines of a pack; where there is no colour, brackets stand around targets."""
-    yield Text(title(pack), style="bold")
+    yield Text(pack_title(pack), style="bold")
     for number, segment in enumerate(pack["segments"]):
         yield Text(f"── {segment_title(segment, number)}", style="cyan")
         line, inside = Text(), False
@@ -258,7 +258,7 @@ def pack_view(pack: Pack, *, colour: bool) -> Iterator[Text]:
         yield line
 
 
-def legend(*, colour: bool) -> Text:
+def mark_legend(*, colour: bool) -> Text:
     """Return what the marks mean."""
     if not colour:
         return Text("⟦ ⟧ targets, as the loss sees them; everything else is only read")
@@ -290,20 +290,20 @@ def show_packs(
     decoder = Decoder(dataset.path / "tokenizer")
     rows = [row]
     if doc is not None:
-        rows = rows_of_document(dataset, document_id(doc))
+        rows = rows_of_document(dataset, parse_document_id(doc))
     elif grep is not None:
         rows = list(islice(rows_with_text(dataset, grep, decoder), limit))
         if not rows:
             raise PackError(f"--grep {grep!r}: no segment of {path} holds this text. Check spelling and white space.")
     colour = console.color_system is not None and not console.no_color
     for number in rows:
-        pack = describe(dataset, number, decoder, tokens=tokens)
+        pack = decode_pack(dataset, number, decoder, tokens=tokens)
         if as_json:
             yield json.dumps(pack)
             continue
         yield _printed(console, pack_view(pack, colour=colour))
     if not as_json:
-        yield _printed(console, [legend(colour=colour)]).rstrip("\n")
+        yield _printed(console, [mark_legend(colour=colour)]).rstrip("\n")
 
 
 def _printed(console: Console, lines: Iterable[Text]) -> str:

@@ -4,22 +4,21 @@ Each check reads the report and yields sentences: what is so, with the value, an
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from pipeline.formatting import LOSSES, percent, reasons
+from pipeline.formatting import balances, format_reasons, format_share
+from pipeline.report.records import DatasetReport
 from shards.errors import counted
 
-Report = dict[str, Any]
-Check = Callable[[Report], Iterator[str]]
-MUCH = 0.10  # a share of tokens, targets or documents that nobody loses on purpose without knowing
+Check = Callable[[DatasetReport], Iterator[str]]
+LOSS_WARNING_SHARE = 0.10  # a share of tokens, targets or documents that nobody loses on purpose without knowing
 
 
-def findings(report: Report) -> list[str]:
+def find_warnings(report: DatasetReport) -> list[str]:
     """Return every warning about a dataset."""
     return [sentence for check in CHECKS for sentence in check(report)]
 
 
-def emptiness(report: Report) -> Iterator[str]:
+def check_targets(report: DatasetReport) -> Iterator[str]:
     """Nothing to train on."""
     if not report["packs"]:
         yield "The dataset holds no pack. See what was dropped and why."
@@ -27,14 +26,14 @@ def emptiness(report: Report) -> Iterator[str]:
         yield "No token is a target, so training would learn nothing. Check --train-on and the chat template."
     elif report["targets"]["packed"] < 0.05 * report["tokens"]["packed"]:
         share = report["targets"]["packed"] / report["tokens"]["packed"]
-        yield f"Only {percent(share)} of the tokens are targets; the rest is read but not learned from."
+        yield f"Only {format_share(share)} of the tokens are targets; the rest is read but not learned from."
 
 
-def packing(report: Report) -> Iterator[str]:
+def check_packing(report: DatasetReport) -> Iterator[str]:
     """Packing without effect, or loose."""
     if not report["packs"]:
         return
-    mean, packer, rate = report["segments_per_pack"]["mean"], report["recipe"]["packer"], report["fill"]["rate"]
+    mean, packer, rate = report["segments_per_pack"]["mean"], report["plan"]["packer"], report["fill"]["rate"]
     if packer == "bucketed":
         yield "Packer bucketed puts one segment in a row, which training pads; other packers need no padding."
     elif packer == "unpacked":
@@ -47,36 +46,35 @@ def packing(report: Report) -> Iterator[str]:
     elif rate < 0.95:
         above = report["fill"]["above_min"]
         advice = (
-            f"{percent(above)} more packs than the minimum; another packer would fill them better."
+            f"{format_share(above)} more packs than the minimum; another packer would fill them better."
             if above > 0.01
             else "and with these lengths and windows no packer could do better; larger windows or another seq_len may."
         )
-        yield f"Packs are only {percent(rate)} full, {advice} See pack plan."
+        yield f"Packs are only {format_share(rate)} full, {advice} See pack plan."
 
 
-def losses(report: Report) -> Iterator[str]:
+def check_losses(report: DatasetReport) -> Iterator[str]:
     """Much lost, source by source."""
     for source in report["sources"]:
-        for thing, lost in LOSSES:
-            sheet = source[thing]
-            share = sum(sheet[lost].values()) / sheet["read"] if sheet["read"] else 0.0
-            if share >= MUCH:
-                why = reasons(sheet[lost])
-                yield f"Source {source['name']!r}: {percent(share)} of its {thing} were lost ({why})."
+        for sheet in balances(source):
+            share = sum(sheet.lost.values()) / sheet.read if sheet.read else 0.0
+            if share >= LOSS_WARNING_SHARE:
+                why = format_reasons(sheet.lost)
+                yield f"Source {source['name']!r}: {format_share(share)} of its {sheet.thing} were lost ({why})."
         rejected = source["documents"]["dropped"].get("rejected", 0)
         if rejected:
             yield f"Source {source['name']!r}: {counted(rejected, 'record')} could not be read; see rejected.jsonl."
         cut = source["documents"]["split"] / source["documents"]["packed"] if source["documents"]["packed"] else 0.0
-        if cut >= MUCH:
+        if cut >= LOSS_WARNING_SHARE:
             yield (
-                f"Source {source['name']!r}: {percent(cut)} of its documents are split over several packs, and each "
-                "part is trained without what came before. A larger --seq-len would keep them whole."
+                f"Source {source['name']!r}: {format_share(cut)} of its documents are split over several packs, and "
+                "each part is trained without what came before. A larger --seq-len would keep them whole."
             )
 
 
-def model(report: Report) -> Iterator[str]:
+def check_model(report: DatasetReport) -> Iterator[str]:
     """A model that the dataset does not fit."""
-    largest, vocabulary = report["recipe"]["tokenizer"]["max_id"], report["model"]["vocab_size"]
+    largest, vocabulary = report["plan"]["tokenizer"]["max_id"], report["model"]["vocab_size"]
     if vocabulary is not None and largest >= vocabulary:
         yield (
             f"The tokenizer's largest id is {largest:,}, the model's vocabulary ends at {vocabulary - 1:,}. "
@@ -90,7 +88,7 @@ def model(report: Report) -> Iterator[str]:
         )
 
 
-def repeats(report: Report) -> Iterator[str]:
+def check_mix(report: DatasetReport) -> Iterator[str]:
     """A mix that shows some source again and again, or never."""
     mixed = {entry["source"] for entry in report["mix"]}
     for source in report["sources"] if mixed else ():
@@ -104,10 +102,10 @@ def repeats(report: Report) -> Iterator[str]:
             )
 
 
-def engines(report: Report) -> Iterator[str]:
+def check_engines(report: DatasetReport) -> Iterator[str]:
     """A fast tokenizer engine that was found to differ."""
     if any(entry["guard"]["result"] == "differs" for entry in report["build"]["tokenizer"]):
         yield "The fast tokenizer engine gave other ids than the reference; the windows were built with the reference."
 
 
-CHECKS: tuple[Check, ...] = (emptiness, packing, losses, model, repeats, engines)
+CHECKS: tuple[Check, ...] = (check_targets, check_packing, check_losses, check_model, check_mix, check_engines)

@@ -11,7 +11,7 @@ import torch
 
 from shards.cost import ModelCost, attention_pairs
 from trainer.bench.external import Flattened
-from trainer.bench.strategies import Cannot, Sizes, StepPacks, Strategy, make_strategies
+from trainer.bench.strategies import Sizes, SkippedStrategy, StepPacks, Strategy, make_strategies
 from trainer.bench.timing import Bench, Figures, Work, disagreements, summarize
 from trainer.metrics import cost_of, peak_flops
 from trainer.model.loading import LoadedModel
@@ -23,7 +23,7 @@ COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Result = dict[str, Any]
 
 
-def contest(
+def run_comparison(
     names: Sequence[str],
     loaded: LoadedModel,
     steps: Sequence[StepPacks],
@@ -46,11 +46,11 @@ def contest(
         difference by strategy, where its losses differ from the first row's), `notes`.
     """
     device = next(loaded.model.parameters()).device
-    work, bench = count(steps, cost_of(loaded.model)), Bench(loaded.model, dtype == "bf16")
+    work, bench = count_work(steps, cost_of(loaded.model)), Bench(loaded.model, dtype == "bf16")
     measured, notes = [], []
     for strategy in make_strategies(names, loaded, sizes, COMPUTED[dtype]):
         tell(f"{strategy.name} …")
-        if isinstance(strategy, Cannot):
+        if isinstance(strategy, SkippedStrategy):
             measured.append(Figures(strategy=strategy.name, failed=f"not run: {strategy.reason}"))
             continue
         measured.append(bench.measure(strategy, work))
@@ -58,7 +58,7 @@ def contest(
     baseline = next((figures for figures in measured if figures.strategy == BASELINE), None)
     rows = [summarize(figures, work, baseline, peak_flops(device)) for figures in measured]
     return {
-        "machine": machine(device),
+        "machine": describe_machine(device),
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "steps": {
             "number": len(work.steps),
@@ -72,11 +72,11 @@ def contest(
         },
         "rows": rows,
         "disagreements": disagreements(rows, TOLERANCE[dtype]),
-        "notes": [*notes, *_full(work, sizes.seq_len), *_wide(rows)],
+        "notes": [*notes, *_full(work, sizes.seq_len), *_note_noise(rows)],
     }  # fmt: skip
 
 
-def count(steps: Sequence[StepPacks], cost: ModelCost) -> Work:
+def count_work(steps: Sequence[StepPacks], cost: ModelCost) -> Work:
     """Count what each step holds: real tokens, targets, and the FLOPs of tokens and attention pairs."""
     work = Work(steps=list(steps), tokens=[], targets=[], flops=[])
     for step in steps:
@@ -89,7 +89,7 @@ def count(steps: Sequence[StepPacks], cost: ModelCost) -> Work:
     return work
 
 
-def machine(device: torch.device) -> Result:
+def describe_machine(device: torch.device) -> Result:
     """Return what a figure depends on beside the code: device, threads, versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     versions = {package: _version(package) for package in ("torch", "transformers", "numpy", "shardpack")}
@@ -142,8 +142,8 @@ def _full(work: Work, seq_len: int) -> list[str]:
     ]
 
 
-def _wide(rows: list[Result]) -> list[str]:
-    names = [row["strategy"] for row in rows if row.get("wide")]
+def _note_noise(rows: list[Result]) -> list[str]:
+    names = [row["strategy"] for row in rows if row.get("noisy")]
     return (
         [f"{', '.join(names)}: step rates spread widely; run again on a quiet machine, or with more --steps"]
         if names

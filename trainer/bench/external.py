@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shards.reader import Pack
 from trainer.batch import IGNORED, Batch
-from trainer.bench.strategies import Sizes, StepPacks, chunks, native_attention, split
+from trainer.bench.strategies import Sizes, StepPacks, native_attention, split_evenly, split_pack
 from trainer.model.loading import LoadedModel
 
 
@@ -39,8 +39,8 @@ class Flattened:
     def cut(self, step: StepPacks) -> list[Any]:
         """Take the documents of as many packs as other strategies, as lists."""
         return [
-            [features(document) for row in rows for document in split(row)]
-            for rows in chunks(step.packs, self._sizes.rows)
+            [features(document) for row in rows for document in split_pack(row)]
+            for rows in split_evenly(step.packs, self._sizes.rows)
         ]
 
     def collate(self, micro: Any) -> Batch:

@@ -2,7 +2,7 @@
 
 Documents come from a dataset, or are read from a corpus until there are enough; nothing is written. The random choice
 of packs, the steps and the first weights are the same for all strategies. What makes a strategy is in `strategies`, the
-clock in `measuring`; here is what is asked, what comes out, and how it is shown.
+clock in `timing`; here is what is asked, what comes out, and how it is shown.
 """
 
 import math
@@ -22,10 +22,10 @@ from pipeline.estimate.sampling import pack_rows, sample_documents
 from pipeline.sources.discovery import resolve_sources
 from shards import Dataset, PackError
 from shards.reader import Pack
-from trainer.bench.compare import COMPUTED, contest
-from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, check_names, split
-from trainer.bench.view import show as show
-from trainer.bench.view import write_page as write_page
+from trainer.bench.compare import COMPUTED, run_comparison
+from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, check_names, split_pack
+from trainer.bench.view import print_result as print_result
+from trainer.bench.view import write_result_page as write_result_page
 from trainer.demo import prepare, write_model_config
 from trainer.model.loading import check_segments, check_vocabulary, load_model
 
@@ -97,7 +97,7 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
         tell: Takes a line of progress.
 
     Returns:
-        What `contest` returns, with the names of data and model.
+        What `run_comparison` returns, with the names of data and model.
 
     Raises:
         PackError: Data, model and settings do not fit.
@@ -112,7 +112,7 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
     sizes = _sizes(config, corpus)
     check_segments(loaded.report, sizes.longest)
     check_vocabulary(loaded.report, corpus.max_token_id)
-    result = contest(config.strategies, loaded, _steps(config, corpus, sizes), sizes, dtype, tell)
+    result = run_comparison(config.strategies, loaded, _steps(config, corpus, sizes), sizes, dtype, tell)
     return {"version": VERSION, "data": corpus.name, "model": config.model or "demo", "seed": config.seed} | result
 
 
@@ -159,7 +159,7 @@ def of_dataset(dataset: Dataset, config: BenchConfig) -> Corpus:
     segments, tokens = index.num_segments[order].cumsum(dtype=np.int64), index.num_tokens[order].cumsum(dtype=np.int64)
     wanted = config.steps * documents_in_step(config, dataset.seq_len, int(tokens[-1] // segments[-1]))
     number = max(POOL_PACKS, int(np.searchsorted(segments, POOL * wanted)) + 1)
-    rows = [segment for row in order[:number].tolist() for segment in split(dataset.pack(row))]
+    rows = [segment for row in order[:number].tolist() for segment in split_pack(dataset.pack(row))]
     random.Random(config.seed).shuffle(rows)
     return Corpus(rows, dataset.seq_len, dataset.max_token_id, str(dataset.path))
 

@@ -72,7 +72,7 @@ class Strategy(Protocol):
         ...
 
 
-class Cannot(NamedTuple):
+class SkippedStrategy(NamedTuple):
     """A strategy that is not run, and why."""
 
     name: str
@@ -86,7 +86,7 @@ class MicroBatch(NamedTuple):
     shape: Shape
 
 
-class HostFed:
+class BufferedStrategy:
     """A strategy on this project's host buffers and chunked loss.
 
     Args:
@@ -145,7 +145,7 @@ def _width(longest: int, seq_len: int) -> int:
     return min(-(-longest // ROUND_TO) * ROUND_TO, seq_len)
 
 
-def chunks(rows: Sequence[Pack], size: int) -> list[list[Pack]]:
+def split_evenly(rows: Sequence[Pack], size: int) -> list[list[Pack]]:
     """Cut rows into the fewest batches of at most `size`, of almost equal numbers."""
     number = -(-len(rows) // size)
     return [list(rows[len(rows) * i // number : len(rows) * (i + 1) // number]) for i in range(number)]
@@ -153,12 +153,12 @@ def chunks(rows: Sequence[Pack], size: int) -> list[list[Pack]]:
 
 def cut_padded_max(step: StepPacks, sizes: Sizes) -> list[MicroBatch]:
     """Pad every document to `seq_len`."""
-    return [MicroBatch(rows, Shape(row_len=sizes.seq_len)) for rows in chunks(step.documents, sizes.batch)]
+    return [MicroBatch(rows, Shape(row_len=sizes.seq_len)) for rows in split_evenly(step.documents, sizes.batch)]
 
 
 def cut_padded_longest(step: StepPacks, sizes: Sizes) -> list[MicroBatch]:
     """Pad random batches to their longest document."""
-    batches = chunks(step.documents, sizes.batch)
+    batches = split_evenly(step.documents, sizes.batch)
     return [MicroBatch(rows, Shape(row_len=_width(max(len(r[0]) for r in rows), sizes.seq_len))) for rows in batches]
 
 
@@ -176,16 +176,17 @@ def cut_length_bucketed(step: StepPacks, sizes: Sizes) -> list[MicroBatch]:
 def cut_dense(step: StepPacks, sizes: Sizes) -> list[MicroBatch]:
     """Take packs as rows of `seq_len`."""
     return [
-        MicroBatch(rows, Shape(row_len=sizes.seq_len, longest=sizes.longest)) for rows in chunks(step.packs, sizes.rows)
+        MicroBatch(rows, Shape(row_len=sizes.seq_len, longest=sizes.longest))
+        for rows in split_evenly(step.packs, sizes.rows)
     ]
 
 
 def cut_varlen(step: StepPacks, sizes: Sizes) -> list[MicroBatch]:
     """Lay packs end to end."""
-    return [MicroBatch(rows, Shape()) for rows in chunks(step.packs, sizes.rows)]
+    return [MicroBatch(rows, Shape()) for rows in split_evenly(step.packs, sizes.rows)]
 
 
-def split(row: Pack) -> list[Pack]:
+def split_pack(row: Pack) -> list[Pack]:
     """Return the segments of a row as rows of their own; views."""
     ids, positions, mask, cu = row
     return [
@@ -201,27 +202,27 @@ def native_attention(model: Any) -> str:
 
 def _rectangles(
     name: str, loaded: LoadedModel, sizes: Sizes, cut: Callable[[StepPacks, Sizes], list[MicroBatch]]
-) -> Iterator[Strategy | Cannot]:
+) -> Iterator[Strategy | SkippedStrategy]:
     limit = loaded.report.max_positions if loaded.report.position_limit else None
     if cut is cut_padded_max and limit and sizes.seq_len > limit:
-        yield Cannot(name, f"rows of {sizes.seq_len} tokens, the model has {limit} positions")
+        yield SkippedStrategy(name, f"rows of {sizes.seq_len} tokens, the model has {limit} positions")
         return
-    yield HostFed(name, loaded, lambda step: cut(step, sizes))
+    yield BufferedStrategy(name, loaded, lambda step: cut(step, sizes))
 
 
-def _dense(name: str, loaded: LoadedModel, sizes: Sizes) -> Iterator[Strategy | Cannot]:
+def _dense(name: str, loaded: LoadedModel, sizes: Sizes) -> Iterator[Strategy | SkippedStrategy]:
     if reason := _cannot_pack(loaded):
-        yield Cannot(name, reason)
+        yield SkippedStrategy(name, reason)
     elif loaded.report.windows:
-        yield Cannot(name, "one dense mask for all layers would drop the model's sliding window")
+        yield SkippedStrategy(name, "one dense mask for all layers would drop the model's sliding window")
     else:
-        yield HostFed(name, loaded, lambda step: cut_dense(step, sizes), loss=DenseLM)
+        yield BufferedStrategy(name, loaded, lambda step: cut_dense(step, sizes), loss=DenseLM)
 
 
-def _varlen(name: str, loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype) -> Iterator[Strategy | Cannot]:
+def _varlen(name: str, loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype) -> Iterator[Strategy | SkippedStrategy]:
     """Yield a strategy for each attention backend that can serve the model here."""
     if reason := _cannot_pack(loaded):
-        yield Cannot(name, reason)
+        yield SkippedStrategy(name, reason)
         return
     needs = replace(loaded.report.widest, dtype=dtype)
     for key, backend in ATTENTION_BACKENDS.items():
@@ -230,27 +231,27 @@ def _varlen(name: str, loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype) ->
         try:
             pick_backend(key, needs, prove=True)
         except ModelError as error:
-            yield Cannot(f"{name} ({key})", str(error))
+            yield SkippedStrategy(f"{name} ({key})", str(error))
             continue
-        yield HostFed(f"{name} ({key})", loaded, lambda step: cut_varlen(step, sizes), backend=key)
+        yield BufferedStrategy(f"{name} ({key})", loaded, lambda step: cut_varlen(step, sizes), backend=key)
 
 
 def _cannot_pack(loaded: LoadedModel) -> str | None:
     return None if loaded.report.accepted else f"the model {loaded.report.reason}"
 
 
-def _outside(name: str, loaded: LoadedModel, sizes: Sizes, package: str) -> Iterator[Strategy | Cannot]:
+def _outside(name: str, loaded: LoadedModel, sizes: Sizes, package: str) -> Iterator[Strategy | SkippedStrategy]:
     if importlib.util.find_spec(package) is None:
-        yield Cannot(name, f"{package} is not installed")
+        yield SkippedStrategy(name, f"{package} is not installed")
     elif reason := _cannot_pack(loaded):
-        yield Cannot(name, reason)
+        yield SkippedStrategy(name, reason)
     else:
         from trainer.bench.external import Flattened, TrlPacked
 
         yield (TrlPacked if package == "trl" else Flattened)(name, loaded, sizes)
 
 
-STRATEGIES: dict[str, Callable[[str, LoadedModel, Sizes, torch.dtype], Iterator[Strategy | Cannot]]] = {
+STRATEGIES: dict[str, Callable[[str, LoadedModel, Sizes, torch.dtype], Iterator[Strategy | SkippedStrategy]]] = {
     "padded-max": lambda name, loaded, sizes, dtype: _rectangles(name, loaded, sizes, cut_padded_max),
     "padded-longest": lambda name, loaded, sizes, dtype: _rectangles(name, loaded, sizes, cut_padded_longest),
     "length-bucketed": lambda name, loaded, sizes, dtype: _rectangles(name, loaded, sizes, cut_length_bucketed),
@@ -271,7 +272,7 @@ def check_names(names: Sequence[str]) -> None:
 
 def make_strategies(
     names: Sequence[str], loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype
-) -> list[Strategy | Cannot]:
+) -> list[Strategy | SkippedStrategy]:
     """Return what the names stand for on this machine, in their order.
 
     Args:

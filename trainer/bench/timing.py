@@ -23,7 +23,7 @@ from trainer.bench.strategies import StepPacks, Strategy
 
 LEARNING_RATE = 1e-4
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
-WIDE = 0.2  # spread of step rates, quartile to quartile over median, beyond which a row gets a note
+SPREAD_WARNING = 0.2  # spread of step rates, quartile to quartile over median, beyond which a row gets a note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Bench:
         return figures
 
     def _run(self, strategy: Strategy, work: Work, figures: Figures) -> None:
-        release(self.device)
+        release_memory(self.device)
         micro_batches = [strategy.cut(step) for step in work.steps]
         shapes = {strategy.collate(m)["input_ids"].shape: m for micros in micro_batches for m in micros}
         if self.device.type == "cpu":  # no kernel is chosen or compiled by shape there: the largest warms the memory
@@ -158,7 +158,7 @@ def stopwatch(device: torch.device, seconds: list[float]) -> Iterator[None]:
         seconds.append(time.perf_counter() - started)
 
 
-def release(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Give back what earlier strategies freed, what the frames of an error held too, so that it does not count here."""
     gc.collect()
     if device.type == "cuda":
@@ -214,7 +214,7 @@ def summarize(figures: Figures, work: Work, baseline: Figures | None, peak_flops
         "losses": figures.losses,
         "tflops_per_s": flops / 1e12,
         "mfu": flops / peak_flops if peak_flops else None,
-        "wide": (rate_high - rate_low) / rate > WIDE,
+        "noisy": (rate_high - rate_low) / rate > SPREAD_WARNING,
     }
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from rich.text import Text
 
-from pipeline.formatting import percent, size
-from pipeline.report.html import Page, Section, Table, bars, plot, write
-from pipeline.report.terminal import grid, stdout
+from pipeline.formatting import format_bytes, format_share
+from pipeline.report.html import Page, Section, Table, bar_trace, make_plot, write_page
+from pipeline.report.terminal import make_table, open_stdout
 from shards.errors import counted
 
 WIDE_ENOUGH = 140  # columns of a terminal for the whole table
@@ -19,7 +19,7 @@ COLUMNS = (
 NARROW = ("strategy", "padding", "s/step", "tokens/s", "speed-up", "memory", "loss")
 
 
-def cells(row: Result, wrong: dict[str, float]) -> list[str]:
+def row_cells(row: Result, wrong: dict[str, float]) -> list[str]:
     """Return a row of the table, for people; speed-up is against padded-longest, spread is quartile to quartile."""
     if "failed" in row:
         return [row["strategy"], *["–"] * (len(COLUMNS) - 1)]
@@ -27,22 +27,22 @@ def cells(row: Result, wrong: dict[str, float]) -> list[str]:
     return [
         row["strategy"],
         f"{row['tokens_per_step']:,.0f}",
-        percent(row["padding"]),
+        format_share(row["padding"]),
         f"{row['step_s']['median']:.3g}",
-        percent((high - low) / row["step_s"]["median"]),
+        format_share((high - low) / row["step_s"]["median"]),
         f"{row['tokens_per_s']:,.0f}",
         f"{row['speedup']:.2f} x" if row["speedup"] else "–",
-        size(row["peak_bytes"]) if row["peak_bytes"] else "–",
-        percent(row["data_share"]),
+        format_bytes(row["peak_bytes"]) if row["peak_bytes"] else "–",
+        format_share(row["data_share"]),
         f"{row['loss']:.4f}" + (" ≠" if row["strategy"] in wrong else ""),
         f"{row['tflops_per_s']:.3g}",
-        percent(row["mfu"]) if row["mfu"] else "–",
+        format_share(row["mfu"]) if row["mfu"] else "–",
     ]
 
 
 def figures_table(result: Result, width: int = WIDE_ENOUGH) -> Table:
     """Return the table without columns that nobody fills; where there is little room, with the foremost ones."""
-    rows = [cells(row, result["disagreements"]) for row in result["rows"]]
+    rows = [row_cells(row, result["disagreements"]) for row in result["rows"]]
     shown = [
         k for k, name in enumerate(COLUMNS)
         if any(row[k] != "–" for row in rows) and (width >= WIDE_ENOUGH or name in NARROW)
@@ -50,7 +50,7 @@ def figures_table(result: Result, width: int = WIDE_ENOUGH) -> Table:
     return Table([COLUMNS[k] for k in shown], [[row[k] for k in shown] for row in rows])
 
 
-def facts(result: Result) -> str:
+def describe_result(result: Result) -> str:
     """Return what was run, on what, in one line."""
     steps, sizes, found = result["steps"], result["settings"], result["machine"]
     return (
@@ -73,18 +73,18 @@ def remarks(result: Result) -> list[str]:
     return [*wrong, *failures, *result["notes"]]
 
 
-def show(result: Result) -> None:
+def print_result(result: Result) -> None:
     """Print the table and what there is to say about it; a pipe gets all columns."""
-    console = stdout()
+    console = open_stdout()
     table = figures_table(result, console.width)
-    console.print(Text(facts(result), style="dim"), soft_wrap=True)
-    console.print(grid(table.columns, table.rows))
+    console.print(Text(describe_result(result), style="dim"), soft_wrap=True)
+    console.print(make_table(table.columns, table.rows))
     loud = len(result["disagreements"])
     for k, text in enumerate(remarks(result)):
         console.print(Text(f"! {text}", style="bold red" if k < loud else "yellow"), soft_wrap=True)
 
 
-def page(result: Result) -> Page:
+def make_page(result: Result) -> Page:
     """Return the HTML page."""
     run = [row for row in result["rows"] if "loss" in row]
     names = [row["strategy"] for row in run]
@@ -94,24 +94,24 @@ def page(result: Result) -> Page:
         cards = [
             {"value": f"{best['tokens_per_s']:,.0f}", "label": f"real tokens/s, {best['strategy']}"},
             {"value": f"{best['speedup']:.2f} x", "label": "against padded-longest"} if best["speedup"] else {},
-            {"value": percent(max(row["padding"] for row in run)), "label": "padding at worst"},
+            {"value": format_share(max(row["padding"] for row in run)), "label": "padding at worst"},
         ]
     plots = [
-        plot("Real tokens per second", [bars(names, [row["tokens_per_s"] for row in run])], y="tokens/s"),
-        plot("Padding", [bars(names, [row["padding"] for row in run])], yaxis={"tickformat": ".0%"}),
-        plot("Peak memory", [bars(names, [(row["peak_bytes"] or 0) / 2**30 for row in run])], y="GiB"),
+        make_plot("Real tokens per second", [bar_trace(names, [row["tokens_per_s"] for row in run])], y="tokens/s"),
+        make_plot("Padding", [bar_trace(names, [row["padding"] for row in run])], yaxis={"tickformat": ".0%"}),
+        make_plot("Peak memory", [bar_trace(names, [(row["peak_bytes"] or 0) / 2**30 for row in run])], y="GiB"),
     ]
     sections = [
         Section("Speed", plots=plots),
-        Section("Figures", facts(result), tables=[figures_table(result)]),
+        Section("Figures", describe_result(result), tables=[figures_table(result)]),
     ]
     return Page("pack bench", result["machine"]["name"], [card for card in cards if card], remarks(result), sections)
 
 
-def write_page(result: Result, file: str) -> None:
+def write_result_page(result: Result, file: str) -> None:
     """Write the HTML page.
 
     Raises:
         PackError: The file cannot be written.
     """
-    write(page(result), file)
+    write_page(make_page(result), file)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
-from pipeline.estimate.advisor import Sample, draw, interval, plan, recommend
+from pipeline.estimate.advisor import draw_samples, estimate_sources, recommend
 from pipeline.estimate.sampling import sample_documents
 from pipeline.sources.discovery import resolve_sources
 from shards import Dataset, PackError
@@ -33,7 +33,9 @@ def encoder(tokenizer_dir):
 
 
 def test_a_plan_of_everything_promises_what_a_build_gives(corpus, tokenizer_dir, encoder, tmp_path):
-    found = plan(resolve_sources([str(corpus)], RecordOptions()), encoder, seconds=600, seq_lens=(256, 1024))
+    found = estimate_sources(
+        resolve_sources([str(corpus)], RecordOptions()), encoder, seconds=600, seq_lens=(256, 1024)
+    )
     assert found["sample"]["whole"]
     assert found["corpus"]["documents"] == 600
     for seq_len in (256, 1024):
@@ -51,41 +53,20 @@ def test_a_plan_of_everything_promises_what_a_build_gives(corpus, tokenizer_dir,
 def test_a_part_of_the_corpus_stands_for_the_whole(corpus, encoder, monkeypatch):
     monkeypatch.setattr("pipeline.estimate.advisor.CHUNK_BYTES", 4096)
     sources = resolve_sources([str(corpus / "a.jsonl")], RecordOptions())
-    whole = plan(sources, encoder, seconds=600, seq_lens=(1024,))
+    whole = estimate_sources(sources, encoder, seconds=600, seq_lens=(1024,))
     clock = iter(range(10**6))
     monkeypatch.setattr("pipeline.estimate.advisor.time.perf_counter", lambda: float(next(clock)))
-    part = plan(sources, encoder, seconds=50, seq_lens=(1024,))
+    part = estimate_sources(sources, encoder, seconds=50, seq_lens=(1024,))
     assert part["sample"]["documents"] < whole["sample"]["documents"] == 500
     assert not part["sample"]["whole"]
-    spread = part["corpus"]["tokens_plus_minus"]
-    assert 0 < spread < part["corpus"]["tokens"]
-    assert abs(part["corpus"]["tokens"] - whole["corpus"]["tokens"]) < 2 * spread
-
-
-def test_a_single_chunk_gives_no_interval_instead_of_an_infinite_one(corpus, encoder, monkeypatch):
-    monkeypatch.setattr("pipeline.estimate.advisor.CHUNK_BYTES", 4096)
-    found = plan(resolve_sources([str(corpus / "a.jsonl")], RecordOptions()), encoder, seconds=0.0, seq_lens=(1024,))
-    assert found["corpus"]["tokens_plus_minus"] is None
-    assert found["outcomes"][0]["documents_cut_plus_minus"] is None
-    json.dumps(found, allow_nan=False)
+    # 40 chunks of some 120: their mean is off by a tenth at most
+    assert part["corpus"]["tokens"] == pytest.approx(whole["corpus"]["tokens"], rel=0.1)
 
 
 def test_every_source_is_seen_even_when_there_is_no_time(corpus, encoder):
     sources = resolve_sources([f"one={corpus / 'a.jsonl'}", f"two={corpus / 'b.json'}"], RecordOptions())
-    samples = draw(sources, encoder, 0.0, 0)
+    samples = draw_samples(sources, encoder, 0.0, 0)
     assert [bool(sample.lengths) for sample in samples] == [True, True]
-
-
-def test_the_interval_covers_the_true_share_about_95_times_in_100(corpus):
-    source = resolve_sources([str(corpus / "a.jsonl")], RecordOptions())[0]
-    rng = np.random.default_rng(3)
-    hits = 0
-    for _ in range(400):
-        chunks = [rng.integers(1, 1001, 20) for _ in range(30)]  # one in ten is longer than 900
-        share = np.mean(np.concatenate(chunks) > 900)
-        half = interval([Sample(source, 1, chunks, [1] * 30)], lambda chunk: float((chunk > 900).sum()), len)
-        hits += abs(share - 0.1) <= half
-    assert 0.90 <= hits / 400 <= 0.99
 
 
 def row(seq_len, fill, cut, packs=1000, lost=0.0, cost=1.0):
@@ -148,14 +129,14 @@ def test_the_reason_names_what_speaks_against_the_next_smaller_seq_len():
 def test_a_corpus_without_documents_is_an_error(tmp_path, encoder):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(PackError, match=r"no document in the sample \(0 bad records, 1 empty\)"):
-        plan(resolve_sources([str(tmp_path / "a.jsonl")], RecordOptions()), encoder)
+        estimate_sources(resolve_sources([str(tmp_path / "a.jsonl")], RecordOptions()), encoder)
 
 
 def test_a_plan_that_sees_no_document_names_the_fields_there_are_and_the_flag(tmp_path, encoder):
     (tmp_path / "a.jsonl").write_text('{"body": "x", "title": "y"}\n' * 3)
     expected = r"3 bad records.*a\.jsonl, line 1: no field 'text', only 'body', 'title'; .*see --text-field"
     with pytest.raises(PackError, match=expected):
-        plan(resolve_sources([str(tmp_path / "a.jsonl")], RecordOptions()), encoder)
+        estimate_sources(resolve_sources([str(tmp_path / "a.jsonl")], RecordOptions()), encoder)
 
 
 def test_a_sample_for_a_benchmark_that_finds_no_text_says_why_too(tmp_path, encoder):
@@ -166,7 +147,7 @@ def test_a_sample_for_a_benchmark_that_finds_no_text_says_why_too(tmp_path, enco
 
 def test_bad_records_count_in_a_chunk_that_the_deadline_ends_too(tmp_path, encoder):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"body": "x"}\n')
-    (sample,) = draw(resolve_sources([str(tmp_path / "a.jsonl")], RecordOptions()), encoder, 0.0, 0)
+    (sample,) = draw_samples(resolve_sources([str(tmp_path / "a.jsonl")], RecordOptions()), encoder, 0.0, 0)
     assert (sum(map(len, sample.lengths)), sample.rejected, sample.whole) == (1, 1, False)
 
 

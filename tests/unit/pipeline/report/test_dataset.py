@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pipeline.report.dataset import inspect, summary_lines
+from pipeline.report.feedings import BATCH, FEEDINGS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, shape_of
-from pipeline.report.padding import BATCH, FEEDINGS, Rows, compare
+from pipeline.report.padding import PADDED, LengthHistogram, compare_feedings
 from shards import Dataset, PackError
 
 WEB = [[30, 20, 10], [64], [5, 5, 5, 5], [40, 24], [17]]
@@ -123,12 +124,20 @@ def cost_of(rows, shape=SHAPE):
 def test_padded_feedings_cost_what_their_rows_cost():
     lengths = [3, 3, 7, 10, 11, 12, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 31, 40, 41, 64]
     values, counts = np.unique(lengths, return_counts=True)
-    ways = {way["name"]: way for way in compare(Rows(values.astype(float), counts.astype(float)), 64, SHAPE)}
-    assert set(ways) == {"packed", *FEEDINGS}
+    ways = {
+        way["name"]: way
+        for way in compare_feedings(LengthHistogram(values.astype(float), counts.astype(float)), 64, SHAPE, packs=10)
+    }
+    assert set(ways) == set(FEEDINGS)
     packed = cost_of(lengths)
     to_max = [64] * len(lengths)
     buckets = [max(batch) for batch in batches(sorted(lengths)) for _ in batch]
-    for name, rows in (("packed", lengths), ("pad to seq_len", to_max), ("length buckets of 16", buckets)):
+    for name, rows in (
+        ("packed-varlen", lengths),
+        ("padded-max", to_max),
+        ("length-bucketed", buckets),
+        ("packed-dense", [64] * 10),
+    ):
         assert ways[name]["slots"] == sum(rows)
         assert ways[name]["attention_pairs"] == sum(n * (n + 1) // 2 for n in rows)
         assert ways[name]["padding"] == pytest.approx(1 - sum(lengths) / sum(rows))
@@ -141,22 +150,22 @@ def test_padded_feedings_cost_what_their_rows_cost():
 )
 def test_a_dataset_that_does_not_pack_is_compared_as_what_it_is(packer, rows):
     lengths = [3, 64, 65, 128, 130, 200]
-    histogram = Rows(np.array(lengths, float), np.ones(len(lengths)))
-    ways = {way["name"]: way for way in compare(histogram, 200, SHAPE, packer)}
-    assert list(ways) == [packer, *FEEDINGS]
+    histogram = LengthHistogram(np.array(lengths, float), np.ones(len(lengths)))
+    ways = {way["name"]: way for way in compare_feedings(histogram, 200, SHAPE, packer)}
+    assert list(ways) == [packer, *PADDED]
     assert ways[packer]["slots"] == sum(rows)
     assert ways[packer]["attention_pairs"] == sum(n * (n + 1) // 2 for n in rows)
     assert ways[packer]["padding"] == pytest.approx(1 - sum(lengths) / sum(rows))
     assert ways[packer]["relative_cost"] == 1
-    assert ways["pad to seq_len"]["relative_cost"] == pytest.approx(cost_of([200] * 6) / cost_of(rows))
+    assert ways["padded-max"]["relative_cost"] == pytest.approx(cost_of([200] * 6) / cost_of(rows))
 
 
 def test_random_batches_cost_what_shuffling_gives_on_average():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 65, 40)
     values, counts = np.unique(lengths, return_counts=True)
-    rows = FEEDINGS["pad to longest of 16"](Rows(values.astype(float), counts.astype(float)), 64)
-    assert rows.rows.sum() == pytest.approx(40)
+    rows = PADDED["padded-longest"](LengthHistogram(values.astype(float), counts.astype(float)), 64)
+    assert rows.counts.sum() == pytest.approx(40)
     slots = [sum(max(batch) * len(batch) for batch in batches(rng.permutation(lengths))) for _ in range(3000)]
     assert rows.slots == pytest.approx(np.mean(slots), abs=5 * np.std(slots) / np.sqrt(len(slots)))
 

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from pipeline.cli import main
-from pipeline.formatting import duration, percent, reasons, size
+from pipeline.formatting import format_bytes, format_duration, format_reasons, format_share
 from pipeline.report.inspection import typical_lengths
-from pipeline.report.rows import deep
-from pipeline.report.terminal import Grid
+from pipeline.report.rows import row_statistics
+from pipeline.report.terminal import make_table
 from shards import Dataset
 
 
@@ -64,9 +64,9 @@ def test_a_dataset_that_does_not_pack_is_not_called_packed(packer, tokenizer_dir
     table = run(tmp_path / "out").output.partition("Padding avoided")[2].splitlines()
     assert re.fullmatch(rf"{packer} .* 1.00 x", table[2])
     padded = np.ceil(Dataset(tmp_path / "out").index.num_tokens / 64).clip(max=4) * 64
-    for flag in ((), ("--deep",)):
+    for flag in ((), ("--rows",)):
         report = json.loads(run(tmp_path / "out", "--json", *flag).output)
-        ways = (report["deep"] if flag else report)["feedings"]
+        ways = (report["row_statistics"] if flag else report)["feedings"]
         assert ways[0]["name"] == packer
         assert report["warnings"][0].startswith(f"Packer {packer} puts one segment in a row, which ")
         slots = padded.sum() if packer == "bucketed" else report["tokens"]["packed"]
@@ -81,13 +81,13 @@ def test_several_datasets_stand_side_by_side_and_differences_are_marked(write_da
     assert re.search(r"seq_len +≠ +64 +128", line["seq_len"])
     assert "≠" not in line["packer"]
     found = json.loads(run(one, two, "--json").output)
-    assert [report["recipe"]["seq_len"] for report in found] == [64, 128]
+    assert [report["plan"]["seq_len"] for report in found] == [64, 128]
 
 
 def test_the_json_is_one_object_with_the_documented_fields(dataset):
     report = json.loads(run(dataset, "--json").output)
     assert set(report) == {
-        *("report", "path", "dataset_id", "plan_id", "recipe", "documents", "tokens", "targets", "segments", "packs"),
+        *("report", "path", "dataset_id", "plan_id", "plan", "documents", "tokens", "targets", "segments", "packs"),
         *("fill", "lengths", "segments_per_pack", "cost", "feedings", "model", "steps", "sources", "mix", "disk"),
         *("build", "warnings"),
     }
@@ -116,7 +116,7 @@ def test_a_deep_look_counts_what_the_rows_hold(write_dataset):
             if not row["loss_mask"][start:stop].any():
                 figures["segments_without_target"] += 1
                 figures["tokens_without_target"] += stop - start
-    found = deep(dataset)
+    found = row_statistics(dataset)
     assert {name: found[name] for name in figures} == figures
     assert figures["segments_without_target"] > 0
     assert found["lengths"] == [[1, 1], [10, 1], [20, 1], [30, 1], [64, 1]]
@@ -126,7 +126,7 @@ def test_a_deep_look_counts_what_the_rows_hold(write_dataset):
 
 def test_a_deep_look_finds_documents_that_are_there_twice(write_dataset):
     # the same seed, so the two sources begin with the same ids only by chance; one token each makes it certain
-    found = deep(Dataset(write_dataset({"web": [[1] * 60] * 20}, vocab_size=300)))
+    found = row_statistics(Dataset(write_dataset({"web": [[1] * 60] * 20}, vocab_size=300)))
     assert found["duplicate_segments"] == 1200 - found["distinct_tokens"]
     assert found["duplicate_tokens"] == found["duplicate_segments"]
 
@@ -139,24 +139,34 @@ def test_typical_lengths_stand_for_the_histogram():
 
 
 def test_figures_are_written_as_people_read_them():
-    assert [percent(0.0), percent(0.5), percent(0.9999), percent(0.00012)] == ["0.0%", "50.0%", "99.990%", "0.012%"]
-    assert [size(512), size(2048), size(3 << 30)] == ["512 B", "2.0 KiB", "3.0 GiB"]
-    assert [duration(5), duration(90), duration(600), duration(7200 * 3)] == ["5.0 s", "90 s", "10 min", "6.0 h"]
-    assert reasons({"empty": 2, "never": 0, "rejected": 3000}) == "rejected 3,000, empty 2"
+    assert [format_share(0.0), format_share(0.5), format_share(0.9999), format_share(0.00012)] == [
+        "0.0%",
+        "50.0%",
+        "99.990%",
+        "0.012%",
+    ]
+    assert [format_bytes(512), format_bytes(2048), format_bytes(3 << 30)] == ["512 B", "2.0 KiB", "3.0 GiB"]
+    assert [format_duration(5), format_duration(90), format_duration(600), format_duration(7200 * 3)] == [
+        "5.0 s",
+        "90 s",
+        "10 min",
+        "6.0 h",
+    ]
+    assert format_reasons({"empty": 2, "never": 0, "rejected": 3000}) == "rejected 3,000, empty 2"
 
 
 def test_a_share_that_is_not_everything_or_nothing_is_not_rounded_to_it():
     shares = [0.99952, 0.9999949, 0.999999, 1 - 1e-12, 1.0, 0.0, 1e-12, 0.000004, 0.000006]
     written = ["99.952%", "99.999%", ">99.999%", ">99.999%", "100.0%", "0.0%", "<0.001%", "<0.001%", "0.001%"]
-    assert [percent(share) for share in shares] == written
-    assert duration(0.004) == "<0.1 s"
+    assert [format_share(share) for share in shares] == written
+    assert format_duration(0.004) == "<0.1 s"
 
 
 @pytest.mark.parametrize("columns", [40, 60, 100])
 def test_a_table_gives_up_space_before_it_breaks_a_number(columns):
     rows = [["documents", "1,234.5", "98", "12,345"], ["segments", "383.3", "1", "1,048,576"]]
     console = Console(width=columns, file=io.StringIO())
-    console.print(Grid(["", "mean of all the documents there are", "p1", "max"], rows))
+    console.print(make_table(["", "mean of all the documents there are", "p1", "max"], rows))
     text = console.file.getvalue()
     assert all(cell in text for row in rows for cell in row)
     assert max(map(len, text.splitlines())) <= columns

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pipeline.report.html import render
-from pipeline.report.runs import MAX_POINTS, curve, read_run, runs_page, summary
+from pipeline.report.html import render_page
+from pipeline.report.runs import MAX_POINTS, curve_points, read_run, runs_page, summarize_run
 from shards import PackError
 
 
@@ -23,7 +23,7 @@ LINES = [
 
 def test_the_summary_has_last_losses_and_medians(tmp_path):
     run = read_run(write_run(tmp_path / "run", [*LINES, {"step": 3, "eval_loss": 5.5}, {"step": 2, "eval_loss": 5.25}]))
-    assert summary(run) == {
+    assert summarize_run(run) == {
         "path": str(tmp_path / "run"),
         "steps": 3,
         "first_loss": 7.0,
@@ -58,7 +58,7 @@ def test_a_run_that_has_not_logged_yet_is_refused(tmp_path):
 
 def test_long_runs_are_thinned_and_keep_their_last_point(tmp_path):
     run = read_run(write_run(tmp_path / "run", [{"step": n, "loss": 1 / n} for n in range(1, 5002)]))
-    steps, losses = curve(run, "loss")
+    steps, losses = curve_points(run, "loss")
     assert len(steps) <= MAX_POINTS
     assert steps[-1] == 5001
     assert losses == [1 / step for step in steps]
@@ -66,7 +66,7 @@ def test_long_runs_are_thinned_and_keep_their_last_point(tmp_path):
 
 def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path):
     run = read_run(write_run(tmp_path / "run", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1e400}], tail=""))
-    assert curve(run, "loss") == ([1], [2.0])
+    assert curve_points(run, "loss") == ([1], [2.0])
 
 
 def test_a_page_draws_only_what_the_runs_have(tmp_path):
@@ -76,4 +76,4 @@ def test_a_page_draws_only_what_the_runs_have(tmp_path):
     captions = [plot.title for plot in page.sections[0].plots]
     assert captions[0] == "Training loss"
     assert "Learning rate" not in captions
-    assert str(tmp_path / "second") in render(page)
+    assert str(tmp_path / "second") in render_page(page)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 from pipeline.cli import main
-from pipeline.report.show import Decoder, describe, document_id, neighbours, pack_view, rows_of_document
+from pipeline.report.show import Decoder, decode_pack, find_neighbours, pack_view, parse_document_id, rows_of_document
 from shards import Dataset, PackError
 
 
@@ -32,7 +32,7 @@ def dataset(tokenizer_dir, tmp_path):
 
 def packs(dataset, **options):
     decoder = Decoder(dataset.path / "tokenizer")
-    return [describe(dataset, row, decoder, **options) for row in range(len(dataset))]
+    return [decode_pack(dataset, row, decoder, **options) for row in range(len(dataset))]
 
 
 def test_the_runs_of_a_segment_spell_what_the_tokenizer_decodes(dataset, tokenizer_dir):
@@ -75,7 +75,7 @@ def test_a_cut_document_says_where_it_goes_on(dataset):
 
 def test_lost_tokens_before_between_and_after_parts_are_counted():
     parts = [(10, 5, 0), (20, 5, 3)]  # tokens 10 to 14 in pack 0, 20 to 24 in pack 3, of a document of 40
-    first, second = neighbours(parts, 10, 40), neighbours(parts, 20, 40)
+    first, second = find_neighbours(parts, 10, 40), find_neighbours(parts, 20, 40)
     assert first == {"previous_pack": None, "next_pack": 3, "lost_before": 10, "lost_after": 5}
     assert second == {"previous_pack": 0, "next_pack": None, "lost_before": 5, "lost_after": 15}
 
@@ -167,14 +167,14 @@ def test_the_command_finds_documents_and_text(dataset):
 
 
 def test_documents_are_named_by_number_or_by_window_and_record():
-    assert document_id("3:17") == 3 * 2**32 + 17
-    assert document_id("12") == 12
+    assert parse_document_id("3:17") == 3 * 2**32 + 17
+    assert parse_document_id("12") == 12
     with pytest.raises(PackError, match="expected its doc_id, or window:record"):
-        document_id("a:b")
+        parse_document_id("a:b")
 
 
 def test_an_empty_mask_and_a_whole_one_are_shown(write_dataset, tokenizer_dir):
     dataset = Dataset(write_dataset({"web": [[1], [9, 8]]}, tokenizer=tokenizer_dir))
-    pack = describe(dataset, 0, Decoder(dataset.path / "tokenizer"))
+    pack = decode_pack(dataset, 0, Decoder(dataset.path / "tokenizer"))
     assert [run["trained"] for run in pack["segments"][0]["runs"]] == [False]
     assert np.isclose(pack["fill"], 1 / 64)

@@ -14,8 +14,8 @@ from shards import PackError
 from trainer.bench import strategies
 from trainer.bench import timing as measuring
 from trainer.bench.run import PRESETS, BenchConfig, run_bench
-from trainer.bench.strategies import STRATEGIES, HostFed, MicroBatch, Shape, cut_padded_longest
-from trainer.bench.view import figures_table, page, remarks, show
+from trainer.bench.strategies import STRATEGIES, BufferedStrategy, MicroBatch, Shape, cut_padded_longest
+from trainer.bench.view import figures_table, make_page, print_result, remarks
 from trainer.cli import PRESET_NAMES, STRATEGY_NAMES
 
 NUM_DOCUMENTS, BATCH, STEPS = 60, 4, 5  # a step holds 3 padded batches: together all documents
@@ -76,7 +76,7 @@ def test_all_strategies_train_the_same_thing_on_the_tokens_of_the_corpus(corpus,
     found = json.loads(json.dumps(result))
     assert [row[0] for row in figures_table(found, 80).rows] == list(rows)
     assert len(figures_table(found, 80).columns) < len(figures_table(found).columns)
-    sections = page(found).sections
+    sections = make_page(found).sections
     assert [len(section.plots) for section in sections] == [3, 0]
     assert [row[0] for row in sections[1].tables[0].rows] == list(rows)
 
@@ -123,7 +123,7 @@ def test_documents_that_fill_whole_rows_are_noted(make_dataset, model_config):
     assert any(note.startswith(f"{held} of {held} documents are 48 tokens long") for note in result["notes"])
 
 
-class Greedy(HostFed):
+class Greedy(BufferedStrategy):
     """Asks for more memory than there is."""
 
     def loss(self, batch, divisor):
@@ -139,12 +139,12 @@ def test_running_out_of_memory_is_a_row(corpus, model_config, monkeypatch, capsy
     result = bench(corpus[1], model_config(), steps=1, strategies=("padded-longest", "greedy", "packed-varlen"))
     assert [row.get("failed") for row in result["rows"]] == [None, "out of memory", None]
     assert result["disagreements"] == {}
-    show(result)
+    print_result(result)
     assert "greedy: out of memory" in capsys.readouterr().out
 
 
 def test_another_fault_is_not_taken_for_memory(corpus, model_config, monkeypatch):
-    monkeypatch.setattr(HostFed, "collate", lambda self, micro: {}["missing"])
+    monkeypatch.setattr(BufferedStrategy, "collate", lambda self, micro: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         bench(corpus[1], model_config(), strategies=("packed-varlen",))
 
@@ -155,13 +155,13 @@ def test_a_strategy_that_leaks_is_shown_loudly(corpus, model_config, monkeypatch
             rows = [(*row[:3], row[3][[0, -1]]) for row in step.packs]  # boundaries inside rows forgotten
             return [MicroBatch([row], Shape()) for row in rows]
 
-        yield HostFed(name, loaded, cut, backend="cpu")
+        yield BufferedStrategy(name, loaded, cut, backend="cpu")
 
     monkeypatch.setitem(STRATEGIES, "leaky", leaky)
     result = bench(corpus[1], model_config(), steps=2, strategies=("padded-longest", "packed-varlen", "leaky"))
     assert list(result["disagreements"]) == ["leaky"]
     assert remarks(result)[0].startswith("LOSSES DISAGREE: leaky is up to ")
-    show(result)
+    print_result(result)
     out = capsys.readouterr().out
     assert "LOSSES DISAGREE" in out
     assert "≠" in next(line for line in out.splitlines() if line.startswith("leaky"))
