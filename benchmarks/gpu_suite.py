@@ -37,7 +37,7 @@ from trainer.bench.compare import describe_machine, run_comparison
 from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, split_pack
 from trainer.loop import Window, log, take_step
 from trainer.metrics import peak_flops
-from trainer.model.attention import ATTENTION_BACKENDS, Needs
+from trainer.model.backends import ATTENTION_BACKENDS, Needs
 from trainer.model.loading import load_model
 from trainer.run import Run, set_up
 
@@ -81,7 +81,7 @@ class Suite:
     def backends(self, head_dim: int) -> list[str]:
         """Return the attention backends that run here; plain torch only where there is nothing else."""
         needs = Needs(device=self.device, dtype=self.dtype, head_dim=head_dim, value_dim=head_dim)
-        names = [name for name, backend in ATTENTION_BACKENDS.items() if backend.can(needs) is None]
+        names = [name for name, backend in ATTENTION_BACKENDS.items() if backend.unsupported_reason(needs) is None]
         return [name for name in names if name != "cpu" or self.device.type == "cpu"]
 
 

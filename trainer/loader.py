@@ -66,7 +66,7 @@ class PackLoader:
         device: Where batches go.
         static_shapes: Fill every batch up to the same length, for compiled models.
         weighting: What `divisor` counts: "token" (targets) or "document" (segments with a target).
-        window: Sliding window of the model, for its attention pairs.
+        sliding_window: Sliding window of the model, for its attention pairs.
 
     Raises:
         PackError: A size or a rank does not fit, or a source is unknown.
@@ -90,7 +90,7 @@ class PackLoader:
         device: torch.device | str = "cpu",
         static_shapes: bool = False,
         weighting: str = "token",
-        window: int | None = None,
+        sliding_window: int | None = None,
     ) -> None:
         if world_size < 1:
             raise OptionError("world_size", f"{world_size}; expected at least 1.")
@@ -99,7 +99,7 @@ class PackLoader:
         if packs_per_step is not None and packs_per_step < 1:
             raise OptionError("packs_per_step", f"{packs_per_step}; expected at least 1.")
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
-        self.device, self.weighting, self.window = torch.device(device), weighting, window
+        self.device, self.weighting, self.sliding_window = torch.device(device), weighting, sliding_window
         self.tokens_per_batch = dataset.seq_len if tokens_per_batch is None else tokens_per_batch
         self.static_shapes = static_shapes
         if self.tokens_per_batch < dataset.seq_len:
@@ -179,7 +179,7 @@ class PackLoader:
                     yield rows, (step, number + 1 if i + 1 == len(step.batches) else None)
 
         for batch, (step, done) in feed(
-            self.dataset, batches(), self.tokens_per_batch, self.device, self.static_shapes, self.window
+            self.dataset, batches(), self.tokens_per_batch, self.device, self.static_shapes, self.sliding_window
         ):
             batch["step"] = step
             if done is not None:
@@ -255,7 +255,7 @@ def feed(
     tokens_per_batch: int,
     device: torch.device,
     static_shapes: bool = False,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Iterator[tuple[Batch, Note]]:
     """Turn pack ids into micro-batches on a device, prepared ahead by one thread.
 
@@ -263,13 +263,13 @@ def feed(
         batches: Pack ids of each micro-batch and something to hand on with it; consumed by the thread.
         tokens_per_batch: Most tokens of a micro-batch, padding included.
         static_shapes: Fill every micro-batch of a packed dataset up to the same length.
-        window: Sliding window for `window_pairs`.
+        sliding_window: For `window_pairs`.
 
     Yields:
         The micro-batch (see `HostBuffers.to_device`) with `num_tokens`, `num_targets`, `attention_pairs` and
         `window_pairs` as ints, and what came with its ids. Its tensors belong to the caller.
     """
-    filler = _Filler(dataset, tokens_per_batch, static_shapes, window)
+    filler = _Filler(dataset, tokens_per_batch, static_shapes, sliding_window)
     source, ahead = iter(batches), deque[tuple[np.ndarray, Note]]()
     distance = max(PREFETCH, ADVISED_PACKS * dataset.seq_len // tokens_per_batch)
 
@@ -298,8 +298,10 @@ def feed(
 class _Filler:
     """Fills host buffers with packs of one dataset."""
 
-    def __init__(self, dataset: Dataset, tokens_per_batch: int, static_shapes: bool, window: int | None) -> None:
-        self.dataset, self.window = dataset, window
+    def __init__(
+        self, dataset: Dataset, tokens_per_batch: int, static_shapes: bool, sliding_window: int | None
+    ) -> None:
+        self.dataset, self.sliding_window = dataset, sliding_window
         self.capacity = tokens_per_batch
         self.padded = padded_length(dataset.index.max_seqlen, dataset.seq_len) if dataset.packer == "bucketed" else None
         self.fill_to = tokens_per_batch // dataset.seq_len * dataset.seq_len if static_shapes else None
@@ -329,6 +331,6 @@ class _Filler:
             "num_tokens": int(index.num_tokens[ids].sum()),
             "num_targets": int(index.num_targets[rows[~masked]].sum()),
             "attention_pairs": pairs,
-            "window_pairs": int(attention_pairs(lengths, self.window).sum()),
+            "window_pairs": int(attention_pairs(lengths, self.sliding_window).sum()),
         }
         return figures, 1 if self.padded is None else len(packs)

@@ -123,7 +123,7 @@ def set_up(config: TrainConfig, world: World) -> Run:
     elif world.is_main:
         _claim(out, config)
     lm, cost, notes = _model(config, world, [dataset, held_out] if held_out is not None else [dataset])
-    loader.window = cost.sliding_window
+    loader.sliding_window = cost.sliding_window
     parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
     optimizer = build_optimizer(lm.model, config)
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes

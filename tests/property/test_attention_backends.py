@@ -1,16 +1,19 @@
 """Every attention backend against causal attention inside segments, written out from its definition."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.model.attention import ATTENTION_BACKENDS, Backend, Needs
+from trainer.model.backends import ATTENTION_BACKENDS, Backend, Needs
 
 ON_CPU = sorted(
     name
     for name, backend in ATTENTION_BACKENDS.items()
-    if backend.can(Needs(device=torch.device("cpu"), dtype=torch.float64, head_dim=8, value_dim=8)) is None
+    if backend.unsupported_reason(Needs(device=torch.device("cpu"), dtype=torch.float64, head_dim=8, value_dim=8))
+    is None
 )
 
 
@@ -29,14 +32,25 @@ def allowed_pairs(lengths: list[int], window: int | None) -> torch.Tensor:
 
 
 def by_definition(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], window: int | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax over the allowed keys, query head by query head."""
+    """Softmax over the allowed keys, and the sink where there is one, query head by query head."""
     allowed, group = allowed_pairs(lengths, window), q.shape[1] // k.shape[1]
     heads = []
     for head in range(q.shape[1]):
-        scores = (q[:, head] @ k[:, head // group].T * scale).masked_fill(~allowed, float("-inf"))
-        heads.append(torch.softmax(scores, dim=-1) @ v[:, head // group])
+        scores = q[:, head] @ k[:, head // group].T * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        exponentials = scores.masked_fill(~allowed, float("-inf")).exp()
+        total = exponentials.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
+        heads.append(exponentials / total @ v[:, head // group])
     return torch.stack(heads, dim=1)
 
 
@@ -75,8 +89,31 @@ def test_a_query_sees_the_keys_of_its_own_segment_at_or_before_it(
 ) -> None:
     tensors = heads_of(lengths, heads, group, dim, value_dim)
     ours = run(ATTENTION_BACKENDS[name], tensors, lengths, window, 0.3)
-    reference = Backend(lambda q, k, v, cu, longest, *rest: by_definition(q, k, v, lengths, *rest), lambda needs: None)
+    reference = Backend(
+        lambda q, k, v, cu, longest, window, scale, *rest: by_definition(q, k, v, lengths, window, scale),
+        lambda needs: None,
+    )
     expected = run(reference, tensors, lengths, window, 0.3)
+    for left, right in zip(ours, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(1.5, False), (None, True), (0.7, True)])
+@pytest.mark.parametrize("window", [None, 3, 400])
+def test_soft_caps_and_sinks_are_exact(name: str, softcap: float | None, with_sinks: bool, window: int | None) -> None:
+    lengths = [7, 1, 0, 300, 24]  # one longer than a block of queries
+    tensors = [*heads_of(lengths, 2, 2, 6, 10), torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)]
+    upstream = torch.cos(torch.arange(sum(lengths) * 4 * 10)).view(-1, 4, 10).double()
+
+    def gradients(attend: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (tensors if with_sinks else tensors[:3])]
+        out = attend(*leaves[:3], leaves[3] if with_sinks else None)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+    backend = ATTENTION_BACKENDS[name]
+    ours = gradients(lambda q, k, v, s: backend(q, k, v, offsets(lengths), 300, window, 0.3, softcap, s))
+    expected = gradients(lambda q, k, v, s: by_definition(q, k, v, lengths, window, 0.3, softcap, s))
     for left, right in zip(ours, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
 
@@ -120,7 +157,7 @@ def test_on_a_gpu_every_backend_gives_the_numbers_of_the_definition(
 ) -> None:
     device = torch.device("cuda")
     needs = Needs(device=device, dtype=torch.bfloat16, head_dim=dim, value_dim=value_dim)
-    if reason := ATTENTION_BACKENDS[name].can(needs):
+    if reason := ATTENTION_BACKENDS[name].unsupported_reason(needs):
         pytest.skip(reason)
     lengths = [1, 130, 0, 517, 16, 3, 64, 0]
     tensors = [x.to(device, torch.bfloat16) for x in heads_of(lengths, 2, group, dim, value_dim)]

@@ -19,7 +19,8 @@ from torch import Tensor
 from shards.errors import ModelError, PackError
 from shards.reader import Pack
 from trainer.batch import Batch, HostBuffers, Shape
-from trainer.model.attention import ATTENTION_BACKENDS, IMPLEMENTATION, pick_backend
+from trainer.model.attention import IMPLEMENTATION
+from trainer.model.backends import ATTENTION_BACKENDS, pick_backend
 from trainer.model.loading import LoadedModel
 from trainer.model.loss import PackedLM
 
@@ -224,12 +225,14 @@ def _varlen(name: str, loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype) ->
     if reason := _cannot_pack(loaded):
         yield SkippedStrategy(name, reason)
         return
-    needs = replace(loaded.report.widest, dtype=dtype)
+    needs = [replace(each, dtype=dtype) for each in loaded.report.needs]
     for key, backend in ATTENTION_BACKENDS.items():
-        if backend.can(needs) is not None or (key == "cpu" and needs.device.type == "cuda"):
+        if any(backend.unsupported_reason(each) for each in needs):
+            continue
+        if key == "cpu" and needs[0].device.type == "cuda":
             continue  # the segment loop is for machines without kernels
         try:
-            pick_backend(key, needs, prove=True)
+            pick_backend(key, *needs, prove=True)
         except ModelError as error:
             yield SkippedStrategy(f"{name} ({key})", str(error))
             continue

@@ -11,14 +11,15 @@ refuses too. What never reaches the numbers at this size (soft-caps, sinks) is r
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shards.errors import ModelError, reason_of
-from trainer.model.attention import BACKEND_KEYWORD, IMPLEMENTATION, Needs, needs_of, packrow, register
+from trainer.model.attention import BACKEND_KEYWORD, IMPLEMENTATION, packrow, register
+from trainer.model.backends import Needs, needs_of
 
 _ALLOWED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _STATE = "carries recurrent state from one document into the next"
@@ -28,7 +29,6 @@ _REFUSED = {
     **dict.fromkeys(("zamba", "zamba2", "nemotron_h", "falcon_h1", "qwen3_next"), _STATE),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "carries a convolution from one document into the next"),
     **dict.fromkeys(("gpt_neo", "falcon", "bloom", "mpt", "xglm", "ctrl", "xlnet", "openai-gpt"), _OWN_MASK),
-    "gpt_oss": "gives every head an attention sink, which packed attention leaves out",
     **dict.fromkeys(("stablelm", "nemotron"), "does not hand keyword arguments through to its attention layers"),
 }
 _WINDOW = 4
@@ -66,11 +66,6 @@ class ModelReport:
     "Why no segment may be longer than `max_positions`; None where longer ones are merely untrained."
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def widest(self) -> Needs:
-        """What the widest heads of an accepted model need: a backend that serves them serves all."""
-        return max(self.needs, key=lambda each: max(each.head_dim, each.value_dim))
-
     def text(self) -> str:
         """Return the report for a person to read."""
         if not self.accepted:
@@ -103,8 +98,6 @@ def refusal(config: Any) -> str | None:
     types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     if odd := sorted({str(kind) for kind in types} - _ALLOWED_LAYERS):
         return f"has layers of type {', '.join(odd)}; packed attention knows full and sliding-window layers"
-    if getattr(text, "attn_logit_softcapping", None):
-        return f"caps attention scores at {text.attn_logit_softcapping} (soft-cap), which packed attention leaves out"
     if getattr(text, "attention_chunk_size", None):
         return "has chunked attention layers; packed attention knows full and sliding-window layers"
     if getattr(text, "alibi", False):
@@ -133,7 +126,7 @@ def _recorded(calls: list[tuple[int, Needs]]) -> Iterator[None]:
     from transformers import AttentionInterface
 
     def recorder(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append((id(module), needs_of(query, value)))
+        calls.append((id(module), needs_of(query, key, value, kwargs)))
         return packrow(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(IMPLEMENTATION, recorder)
@@ -254,7 +247,7 @@ def _is_exact(model: nn.Module) -> bool:
 def sees_ahead(model: Any) -> bool:
     """Return whether outputs change with tokens that come later, so that a loss would score what was seen."""
     words = model.get_input_embeddings().weight
-    half = max(1, min(_FIRST, (positions_of(model)[0] or 2 * _FIRST) // 2))
+    half = max(1, min(_FIRST, (position_limit(model)[0] or 2 * _FIRST) // 2))
     generator = torch.Generator().manual_seed(0)
     first, one, other = (torch.randint(0, len(words), (1, half), generator=generator) for _ in range(3))
     training = model.training
@@ -268,7 +261,7 @@ def sees_ahead(model: Any) -> bool:
     return _difference(left[:half], right[:half]) > 1e-3 * _difference(left[half:], right[half:])
 
 
-def positions_of(model: Any) -> tuple[int | None, str | None]:
+def position_limit(model: Any) -> tuple[int | None, str | None]:
     """Return the number of positions a model was made for and why a segment must not be longer, if it must not."""
     config = model.config.get_text_config()
     limit, words = getattr(config, "max_position_embeddings", None), model.get_input_embeddings()
@@ -295,7 +288,7 @@ def inspect_model(model: Any, name: str) -> ModelReport:
     config = model.config.get_text_config()
     report = ModelReport(name=name, model_type=config.model_type, num_layers=config.num_hidden_layers)
     report.vocab_size = model.get_input_embeddings().weight.shape[0]
-    report.max_positions, report.position_limit = positions_of(model)
+    report.max_positions, report.position_limit = position_limit(model)
     training = model.training
     model.eval()
     try:
@@ -308,6 +301,8 @@ def inspect_model(model: Any, name: str) -> ModelReport:
     finally:
         model.train(training)
     report.windows = _windows(config)
+    real = report.windows[0] if report.windows else None
+    report.needs = [replace(each, sliding_window=each.sliding_window and real) for each in report.needs]
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts and getattr(config, "router_aux_loss_coef", 0):
         report.notes.append("its loss for balancing experts is left out; the loss is cross-entropy alone")

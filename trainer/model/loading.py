@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from shards.errors import ModelError, quiet_hub, reason_of
-from trainer.model.attention import IMPLEMENTATION, pick_backend, register
-from trainer.model.isolation import ModelReport, inspect_model, positions_of, refusal, sees_ahead
+from trainer.model.attention import IMPLEMENTATION, register
+from trainer.model.backends import Backends, pick_backends
+from trainer.model.isolation import ModelReport, inspect_model, position_limit, refusal, sees_ahead
 from trainer.model.liger import replace_layers
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -27,8 +28,8 @@ class LoadedModel:
 
     model: Any
     "A causal language model of transformers, on its device, in training mode."
-    backend: str | None
-    "Key of `ATTENTION_BACKENDS`; None for native attention, which takes rectangles only."
+    backend: Backends | None
+    "Key of `ATTENTION_BACKENDS`, or one by kind of head; None for native attention, which takes rectangles only."
     report: ModelReport
     notes: list[str]
     "What a person should know, one line each."
@@ -46,24 +47,24 @@ def load_config(name: str) -> Any:
     path = Path(name)
     local = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or path.suffix == ".json"
     if local and not path.exists():  # else taken for a name on the hub
-        raise ModelError(f"{name}: no such file or directory. Check the path")
+        raise ModelError(f"{name}: no such file or directory; expected a model. Check the path.")
     try:
         if path.suffix == ".json":
             fields = json.loads(path.read_text())
             if not isinstance(fields, dict) or "model_type" not in fields:
-                raise ModelError(f"{name}: no model_type; expected the configuration of a transformers model. Add one")
+                raise ModelError(f"{name}: no model_type; expected the configuration of a transformers model. Add one.")
             return AutoConfig.for_model(**fields)
         with quiet_hub():
             return AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:  # the first line names transformers' validator, the last one the fault
         fault = str(error).strip().splitlines()[-1].strip().rstrip(".")
-        raise ModelError(f"{name}: not a sound model configuration: {fault}. Correct it") from error
+        raise ModelError(f"{name}: not a valid model configuration: {fault}. Fix it.") from error
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             raise ModelError(
-                f"{name}: no such directory, and the hub cannot be reached. Check the path, or the network"
+                f"{name}: no such directory, and the hub cannot be reached. Check the path, or the network."
             ) from error
-        raise ModelError(f"{name}: cannot read a model configuration: {_first_line(error)}. Check the name") from error
+        raise ModelError(f"{name}: cannot read a model configuration: {_first_line(error)}. Check the name.") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -98,15 +99,15 @@ def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, att
         if Path(name).is_dir() and not any(found for kind in _WEIGHTS for found in Path(name).glob(kind)):
             raise ModelError(
                 f"{name}: holds no weights; expected model.safetensors. "
-                f"Use a complete model, or {Path(name) / 'config.json'} to start from random weights"
+                f"Use a complete model, or {Path(name) / 'config.json'} to start from random weights."
             ) from error
         raise ModelError(
-            f"{name}: cannot load a causal model: {_first_line(error)}. Check the name, and its files"
+            f"{name}: cannot load a causal model: {_first_line(error)}. Check the name, and its files."
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{name}: {len(missing)} weights are not in the checkpoint and would start random, first {missing[0]}; "
-            "expected all. Use a complete checkpoint, or the path of its config.json to start from random weights"
+            "expected all. Use a complete checkpoint, or the path of its config.json to start from random weights."
         )
     return model.to(device)
 
@@ -146,20 +147,22 @@ def load_model(
         notes += replace_layers(model, liger, device)
         report = inspect_model(model, name)
     if report.accepted:
-        needs = replace(report.widest, dtype=compute_dtype or dtype)
-        backend, lines = pick_backend(attention, needs, prove=True)
+        needs = [replace(each, dtype=compute_dtype or dtype) for each in report.needs]
+        backend, lines = pick_backends(attention, needs, prove=True)
         return LoadedModel(model=model.train(), backend=backend, report=report, notes=[*notes, *lines, *report.notes])
     if packed:
         causal = not getattr(config.get_text_config(), "is_encoder_decoder", False)  # no dataset helps those
-        advice = "Use another model" + (", or if it is causal, a bucketed dataset" if causal else "")
+        advice = "Use another model" + (", or if it is causal, a bucketed dataset." if causal else ".")
         raise ModelError(f"{name} ({report.model_type}): the model {report.reason}. {advice}")
     model = _build(name, load_config(name), dtype, device, "eager", random=random)
     if sees_ahead(model):
-        raise ModelError(f"{name} ({report.model_type}): its tokens see later ones. Use a causal language model")
+        raise ModelError(
+            f"{name} ({report.model_type}): its attention is not causal; expected a causal language model."
+        )
     if model._supports_sdpa:
         model.set_attn_implementation("sdpa")
     report.vocab_size = model.get_input_embeddings().weight.shape[0]
-    report.max_positions, report.position_limit = positions_of(model)
+    report.max_positions, report.position_limit = position_limit(model)
     note = f"rows hold one document each and run on native attention: the model {report.reason}"
     return LoadedModel(model=model.train(), backend=None, report=report, notes=[note])
 
@@ -218,7 +221,7 @@ def check_model(name: str) -> ModelReport:
 
 
 def check_segments(report: ModelReport, max_seqlen: int) -> list[str]:
-    """Hold the longest segment of a dataset against a model's positions; positions restart in every segment.
+    """Check that the model has a position for every token of the dataset's longest segment.
 
     Returns:
         Notes for a person.
@@ -231,14 +234,14 @@ def check_segments(report: ModelReport, max_seqlen: int) -> list[str]:
         return []
     if report.position_limit is not None:
         raise ModelError(
-            f"{report.name}: the longest segment has {max_seqlen} tokens, the model takes {limit} "
-            f"({report.position_limit}). Build the dataset with --seq-len {limit} or less"
+            f"{report.name}: the longest segment has {max_seqlen} tokens; expected at most {limit} "
+            f"({report.position_limit}). Build the dataset with --seq-len {limit} or less."
         )
     return [f"the longest segment has {max_seqlen} tokens; the model was made for {limit}"]
 
 
 def check_vocabulary(report: ModelReport, max_token_id: int) -> None:
-    """Hold a dataset's largest token id against the model's embeddings, which are never resized.
+    """Check that a dataset's largest token id has an embedding; embeddings are never resized.
 
     Raises:
         ModelError: A token id has no embedding.
@@ -246,5 +249,5 @@ def check_vocabulary(report: ModelReport, max_token_id: int) -> None:
     if max_token_id >= report.vocab_size:
         raise ModelError(
             f"{report.name}: token id {max_token_id} in the dataset, but only {report.vocab_size} embeddings in the "
-            "model. Build the dataset with this model's tokenizer, or enlarge the embeddings and save the model first"
+            "model. Build the dataset with this model's tokenizer, or enlarge the embeddings and save the model first."
         )

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shards.errors import ModelError
 from trainer.batch import IGNORED
 from trainer.model.attention import BACKEND_KEYWORD
+from trainer.model.backends import Backends
 from trainer.model.liger import fused_cross_entropy
 
 
@@ -193,7 +194,8 @@ class PackedLM(nn.Module):
 
     Args:
         model: From `load_model`, wrapped by peft or not.
-        backend: Key of `ATTENTION_BACKENDS`; None for native attention, which takes rectangles only.
+        backend: Key of `ATTENTION_BACKENDS`, or one by widths of heads; None for native attention, which takes
+            rectangles only.
         plain_head: Whether logits are exactly `lm_head(hidden)`, as the model's report says.
         weighting: `token`: every target counts 1. `document`: the targets of each segment count 1 together.
         z_loss: Factor on the squared log of the softmax's denominator; left out in `eval()` mode.
@@ -207,7 +209,7 @@ class PackedLM(nn.Module):
         self,
         model: nn.Module,
         *,
-        backend: str | None,
+        backend: Backends | None,
         plain_head: bool,
         weighting: str = "token",
         z_loss: float = 0.0,
@@ -217,7 +219,7 @@ class PackedLM(nn.Module):
         if liger == "on" and not (plain_head and weighting == "token"):
             raise ModelError(
                 f"--liger on: its fused loss takes plain heads and weighting by token; this head is "
-                f"{'plain' if plain_head else 'scaled or soft-capped'}, weighting is by {weighting}. Use --liger auto"
+                f"{'plain' if plain_head else 'scaled or soft-capped'}, weighting is by {weighting}. Use --liger auto."
             )
         self.model = model
         self.backend = backend
@@ -258,7 +260,7 @@ class PackedLM(nn.Module):
         if segments > len(ids):
             raise ModelError(
                 f"native attention: {segments} segments in {len(ids)} rows would see each other; expected "
-                "one in a row. Use a bucketed dataset"
+                "one in a row. Use a bucketed dataset."
             )
         # No mask: padding is on the right, where causal attention does not look, and has no target.
         return {"input_ids": ids}

@@ -370,7 +370,7 @@ def test_a_bucketed_dataset_trains_like_its_packed_twin(run, make_dataset, docum
     ("fields", "message"),
     [
         ({"vocab_size": 50}, "token id 96 in the dataset"),
-        ({"model_type": "gpt2", "max_position_embeddings": 20}, "the model takes 20"),
+        ({"model_type": "gpt2", "max_position_embeddings": 20}, "expected at most 20"),
     ],
     ids=["vocabulary", "positions"],
 )

@@ -3,7 +3,10 @@
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,9 @@ from torch import nn
 
 from shards import PackError
 from shards.errors import ModelError
-from trainer.model import attention
-from trainer.model.attention import ATTENTION_BACKENDS, Backend, Needs, disagreement, packrow, pick_backend
+from trainer.model import attention, backends
+from trainer.model.attention import packrow
+from trainer.model.backends import ATTENTION_BACKENDS, Backend, Needs, disagreement, pick_backend, pick_backends
 
 CPU = Needs(device=torch.device("cpu"), dtype=torch.float32, head_dim=8, value_dim=8)
 BF16 = Needs(device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=8, value_dim=8)
@@ -37,11 +41,10 @@ def call(batch: int = 1, queries: int = 5, keys: int = 5, mask: Any = None, **kw
         ({"cu_seq_lens_q": None}, "cu_seq_lens_q and max_length_q did not arrive"),
         ({"max_length_q": None}, "cu_seq_lens_q and max_length_q did not arrive"),
         ({"batch": 2}, "a batch of 2"),
-        ({"queries": 1}, "1 queries but 5 keys"),
+        ({"queries": 1}, "1 queries, 5 keys; expected as many"),
         ({"dropout": 0.1}, "attention dropout is 0.1"),
         ({"is_causal": False}, "not causal"),
-        ({"softcap": 50.0}, "soft-capped attention scores"),
-        ({"s_aux": torch.zeros(2)}, "attention sinks"),
+        ({"sinks": torch.zeros(2)}, "attention sinks under another name"),
         ({"position_bias": torch.zeros(1)}, "a bias on attention scores"),
         ({"never_heard_of": 1}, "'never_heard_of'"),
     ],
@@ -100,34 +103,126 @@ def test_a_backend_can_be_forced() -> None:
 
 
 def test_a_forced_backend_that_cannot_serve_is_an_error() -> None:
-    with pytest.raises(PackError, match=r"--attention torch: passed over, runs on CUDA devices only.*Use --attention"):
+    with pytest.raises(PackError, match=r"attention torch: passed over, runs on CUDA devices only.*Use attention auto"):
         pick_backend("torch", CPU)
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
-    with pytest.raises(PackError, match=r"no such backend\. Use one of: auto, flash-attn-4, flash-attn, torch, cpu"):
+    with pytest.raises(
+        PackError, match=r"attention: flash; expected one of auto, flash-attn-4, flash-attn, torch, cpu\."
+    ):
         pick_backend("flash", CPU)
 
 
 def segment_loop(shift: int = 0, merge: bool = False) -> Backend:
     """The segment loop with a window that is off by `shift`, or blind to boundaries."""
 
-    def attend(q: Any, k: Any, v: Any, cu: Any, longest: int, window: int | None, scale: float) -> torch.Tensor:
+    def attend(q: Any, k: Any, v: Any, cu: Any, longest: int, window: int | None, *rest: Any) -> torch.Tensor:
         cu = torch.stack([cu[0], cu[-1]]) if merge else cu
         window = None if window is None else window + shift
-        return ATTENTION_BACKENDS["cpu"](q, k, v, cu, longest, window, scale)
+        return ATTENTION_BACKENDS["cpu"](q, k, v, cu, longest, window, *rest)
 
     return Backend(attend, lambda needs: None)
 
 
 def test_a_backend_that_agrees_is_found_to_agree() -> None:
-    assert disagreement(segment_loop(), BF16, None) is None
-    assert disagreement(segment_loop(), BF16, 50) is None
+    assert disagreement(segment_loop(), BF16) is None
+    assert disagreement(segment_loop(), replace(BF16, sliding_window=4096)) is None
+    assert disagreement(segment_loop(), replace(BF16, softcap=3.0, sinks=True)) is None
 
 
 def test_a_backend_that_is_off_by_one_token_or_blind_to_boundaries_is_found_out() -> None:
-    assert "differs from plain attention" in str(disagreement(segment_loop(shift=1), BF16, 50))
-    assert "differs from plain attention" in str(disagreement(segment_loop(merge=True), BF16, None))
+    assert "differs from plain attention" in str(disagreement(segment_loop(shift=1), replace(BF16, sliding_window=50)))
+    assert "differs from plain attention" in str(disagreement(segment_loop(merge=True), BF16))
+
+
+class KernelRefused(Exception):
+    """A class of its own, as kernels' compilers raise them."""
+
+
+@pytest.mark.parametrize("broken", range(3), ids=["dq", "dk", "dv"])
+def test_a_gradient_that_is_no_number_is_found_out(broken: int) -> None:
+    def attend(*heads: Any) -> torch.Tensor:
+        bad = heads[broken]
+        bad.register_hook(lambda grad: grad.masked_fill(torch.arange(len(grad))[:, None, None] == 17, float("nan")))
+        return ATTENTION_BACKENDS["cpu"](*(x + 0 if x is bad else x for x in heads))
+
+    def run(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
+        heads = [q, k, v]
+        heads[broken] = heads[broken] * 1.0
+        return attend(*heads, *rest)
+
+    assert "differs from plain attention by nan" in str(disagreement(Backend(run, lambda needs: None), BF16))
+
+
+def test_what_a_kernel_raises_is_a_reason_whatever_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any) -> torch.Tensor:
+        raise KernelRefused("no tile of this width\nand much more")
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "flash-attn-4", Backend(refuses, lambda needs: None))
+    name, lines = pick_backend("auto", CPU, prove=True)
+    assert name == "cpu"
+    assert lines[0].endswith("passed over, fails on this machine (KernelRefused: no tile of this width)")
+
+
+def test_the_proof_runs_the_heads_and_windows_of_the_run_and_its_empty_segments() -> None:
+    seen: list[tuple[int, int, int | None, list[int]]] = []
+
+    def attend(q: Any, k: Any, v: Any, cu: Any, longest: int, window: int | None, *rest: Any) -> torch.Tensor:
+        seen.append((q.shape[1], k.shape[1], window, cu.diff().tolist()))
+        return ATTENTION_BACKENDS["cpu"](q, k, v, cu, longest, window, *rest)
+
+    watched = Backend(attend, lambda needs: None)
+    for needs in (replace(CPU, num_heads=8, num_kv_heads=1), replace(CPU, num_kv_heads=4, sliding_window=16)):
+        assert disagreement(watched, needs) is None
+    assert [call[:3] for call in seen] == [(8, 1, None), (4, 4, 16)]
+    assert all(lengths[-2:] == [0, 0] and max(lengths) > 128 for *_, lengths in seen)
+
+
+@pytest.mark.parametrize("error", ["ImportError('undefined symbol')", "OSError('libcudart')", "KeyError('sm_90')"])
+def test_a_package_that_does_not_import_is_passed_over_with_its_reason(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    needs = replace(BF16, device=torch.device("cuda"))
+    backends.import_reason.cache_clear()
+    try:
+        for name in ("flash-attn-4", "flash-attn"):
+            reason = str(ATTENTION_BACKENDS[name].unsupported_reason(needs))
+            assert reason.startswith(f"{name} is installed, but cannot be imported ({error.partition('(')[0]}: ")
+    finally:
+        backends.import_reason.cache_clear()
+
+
+def test_a_package_that_is_not_there_is_said_to_be_missing() -> None:
+    assert backends.import_reason("never_heard_of.inner", "never-heard-of") == "never-heard-of is not installed"
+
+
+def test_a_backend_nobody_proved_is_said_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    needs = Needs(device=torch.device("cuda"), dtype=torch.float32, head_dim=72, value_dim=72)
+    attention._default_backend.cache_clear()
+    with pytest.warns(UserWarning, match="attention cpu: chosen without a check.*train in bf16 for a kernel"):
+        attention._default_backend(needs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attention._default_backend(needs) == "cpu"
+
+
+def test_a_model_of_two_head_widths_gets_a_backend_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = Backend(ATTENTION_BACKENDS["cpu"].attend, lambda needs: "too wide" if max(needs.heads) > 256 else None)
+    monkeypatch.setitem(ATTENTION_BACKENDS, "flash-attn-4", narrow)
+    wide = replace(CPU, head_dim=512, value_dim=512)
+    assert pick_backends("auto", [CPU]) == ("flash-attn-4", ["attention flash-attn-4: chosen"])
+    chosen, lines = pick_backends("auto", [CPU, wide, replace(CPU, sliding_window=4)], prove=True)
+    assert chosen == {(8, 8): "flash-attn-4", (512, 512): "cpu"}
+    assert lines[0] == "heads of 8: attention flash-attn-4: chosen"
+    assert lines[1] == "heads of 512: attention flash-attn-4: passed over, too wide"
+    q, k, v = torch.randn(1, 2, 5, 512), torch.randn(1, 1, 5, 512), torch.randn(1, 1, 5, 512)
+    assert packrow(Layer(), q, k, v, packrow_backend=chosen, **BOUNDARIES)[0].shape == (1, 5, 2, 512)
 
 
 def test_a_backend_that_fails_its_proof_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +231,7 @@ def test_a_backend_that_fails_its_proof_is_passed_over(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(ATTENTION_BACKENDS, "flash-attn-4", Backend(broken, lambda needs: None))
     monkeypatch.setitem(ATTENTION_BACKENDS, "torch", segment_loop(shift=1))
-    name, lines = pick_backend("auto", CPU, prove=True)
+    name, lines = pick_backend("auto", CPU, replace(CPU, sliding_window=4), prove=True)
     assert name == "cpu"
     assert "no kernel image is available" in lines[0]
     assert "differs from plain attention" in lines[2]
@@ -190,7 +285,9 @@ def stand_in(signature: Callable[..., Any], seen: list[dict[str, Any]]) -> Calla
         left = given["window_size"][0]
         window = None if left in (None, -1) else left + 1
         scale = given.get("softmax_scale", given.get("scale"))
-        return ATTENTION_BACKENDS["cpu"](q, k, v, cu, 0, window, scale)
+        return ATTENTION_BACKENDS["cpu"](
+            q, k, v, cu, 0, window, scale, given.get("softcap") or None, given.get("learnable_sink")
+        )
 
     kernel.__signature__ = inspect.signature(signature)  # type: ignore[attr-defined]
     return kernel
@@ -219,9 +316,25 @@ def backend(
     else:
         signature = torch_11 if request.param == "torch 2.11" else torch_13
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in(signature, seen))
-        attention._torch_varlen.cache_clear()
+        backends._torch_varlen.cache_clear()
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    backends.import_reason.cache_clear()
     yield ATTENTION_BACKENDS[request.param.split()[0]]
-    attention._torch_varlen.cache_clear()
+    backends._torch_varlen.cache_clear()
+    backends.import_reason.cache_clear()
+
+
+def test_soft_caps_and_sinks_reach_the_kernels_that_have_them(backend: Backend, seen: list[dict[str, Any]]) -> None:
+    q, k, v, sinks = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8), torch.randn(4)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    needs = replace(BF16, device=torch.device("cuda"))
+    for softcap, given in ((2.0, None), (None, sinks), (2.0, sinks)):
+        asked = replace(needs, softcap=softcap, sinks=given is not None)
+        if "has no" in str(backend.unsupported_reason(asked)):
+            continue
+        out = backend(q, k, v, cu, 5, None, 0.3, softcap, given)
+        torch.testing.assert_close(out, ATTENTION_BACKENDS["cpu"](q, k, v, cu, 5, None, 0.3, softcap, given))
+    assert seen or "has no soft-cap" in str(backend.unsupported_reason(replace(needs, softcap=2.0)))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -241,11 +354,11 @@ def test_kernels_are_called_by_their_signature_with_the_current_token_counted_ou
 
 def test_a_torch_without_windows_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_10)
-    attention._torch_varlen.cache_clear()
+    backends._torch_varlen.cache_clear()
     try:
-        assert "has no varlen_attn with a window" in str(ATTENTION_BACKENDS["torch"].can(CPU))
+        assert "has no varlen_attn with a window" in str(ATTENTION_BACKENDS["torch"].unsupported_reason(CPU))
     finally:
-        attention._torch_varlen.cache_clear()
+        backends._torch_varlen.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -263,7 +376,7 @@ def test_a_kernel_says_what_it_cannot_do(
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     fields = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64} | changes
-    reason = ATTENTION_BACKENDS["torch"].can(Needs(**fields))
+    reason = ATTENTION_BACKENDS["torch"].unsupported_reason(Needs(**fields))
     assert reason is None if message is None else message in str(reason)
 
 
@@ -274,7 +387,7 @@ def test_on_a_gpu_a_forward_waits_for_the_device_nowhere(name: str) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     needs = Needs(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64, value_dim=64)
-    if reason := ATTENTION_BACKENDS[name].can(needs):
+    if reason := ATTENTION_BACKENDS[name].unsupported_reason(needs):
         pytest.skip(reason)
     from trainer.model.loss import PackedLM
 
