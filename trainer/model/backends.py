@@ -163,7 +163,7 @@ def _flash_4_reason(needs: Needs) -> str | None:
 
 def _flash_2(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, sliding_window: int | None,
-    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+    scale: float, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
     from flash_attn import flash_attn_varlen_func
 
@@ -196,7 +196,7 @@ def _torch_varlen() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
 
 def _torch(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, sliding_window: int | None,
-    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+    scale: float, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
     varlen = _torch_varlen()
     assert varlen is not None
@@ -261,7 +261,7 @@ def _by_blocks(
 
 @torch.compiler.disable  # compiled, it would be rebuilt for every new list of lengths
 def _segment_loop(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, sliding_window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, sliding_window: int | None,  # noqa: ARG001
     scale: float, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     lengths = cu_seqlens.diff().tolist()
