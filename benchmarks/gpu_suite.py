@@ -35,7 +35,7 @@ from shards import Dataset
 from trainer import TrainConfig, distributed
 from trainer.bench.compare import describe_machine, run_comparison
 from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, split_pack
-from trainer.loop import Window, log, take_step
+from trainer.loop import LogInterval, log, take_step
 from trainer.metrics import peak_flops
 from trainer.model.backends import ATTENTION_BACKENDS, Needs
 from trainer.model.loading import load_model
@@ -338,17 +338,17 @@ def timed_steps(run: Run, batches: Iterator[Any], steps: int) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    window = Window(torch.zeros((), device=device))
+    interval = LogInterval(torch.zeros((), device=device))
     for _ in range(steps):
-        norm, rate = take_step(run, batches, window)
+        norm, rate = take_step(run, batches, interval)
         run.step += 1
-    log(run, window, norm, rate)  # waits for the device
-    elapsed = time.perf_counter() - window.started
+    log(run, interval, norm, rate)  # waits for the device
+    elapsed = time.perf_counter() - interval.started
     peak = peak_flops(device)
     return {
-        "tokens_per_s": window.tokens / elapsed, "step_s": elapsed / steps,
-        "tflops_per_s": window.flops / elapsed / 1e12, "mfu": window.flops / elapsed / peak if peak else None,
-        "waited": window.waited / elapsed,
+        "tokens_per_s": interval.tokens / elapsed, "step_s": elapsed / steps,
+        "tflops_per_s": interval.flops / elapsed / 1e12, "mfu": interval.flops / elapsed / peak if peak else None,
+        "waited": interval.waited / elapsed,
         "gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
     }  # fmt: skip
 

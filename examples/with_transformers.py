@@ -10,8 +10,7 @@ import sys
 from transformers import Trainer, TrainingArguments
 
 from shards import Dataset
-from trainer import PackedCollator
-from trainer.model.loading import load_model
+from trainer import PackedCollator, load_model
 
 
 def train(dataset: str, model: str, out: str, **arguments: object) -> Trainer:

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from trainer import PackedCollator
-from trainer.model.loading import load_model
+from trainer import PackedCollator, load_model
 
 
 def train(dataset: str, model: str, out: str, **arguments: object) -> SFTTrainer:

@@ -84,7 +84,10 @@ class PackGroup(click.Group):
         try:
             return super().invoke(ctx)
         except PackError as error:
-            raise click.ClickException(getattr(error, "flag_message", str(error))) from error
+            # library messages name arguments in backticks, as Python writes them
+            message = getattr(error, "flag_message", str(error))
+            flags = re.sub(r"`([a-z][a-z0-9_]*)`", lambda match: "--" + match[1].replace("_", "-"), message)
+            raise click.ClickException(flags) from error
 
 
 @click.group(cls=PackGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -6,21 +6,42 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.collator import PackedCollator as PackedCollator
     from trainer.config import TrainConfig as TrainConfig
+    from trainer.evaluate import evaluate as evaluate
     from trainer.loader import PackLoader as PackLoader
-    from trainer.loop import Trained as Trained
+    from trainer.loop import TrainResult as TrainResult
     from trainer.loop import train as train
+    from trainer.model.backends import ATTENTION_BACKENDS as ATTENTION_BACKENDS
+    from trainer.model.loading import check_model as check_model
+    from trainer.model.loading import load_model as load_model
+    from trainer.model.loss import PackedLM as PackedLM
 
 _HOMES = {
+    "ATTENTION_BACKENDS": "trainer.model.backends",
     "PackLoader": "trainer.loader",
     "PackedCollator": "trainer.collator",
+    "PackedLM": "trainer.model.loss",
     "TrainConfig": "trainer.config",
-    "Trained": "trainer.loop",
+    "TrainResult": "trainer.loop",
+    "check_model": "trainer.model.loading",
+    "evaluate": "trainer.evaluate",
+    "load_model": "trainer.model.loading",
     "train": "trainer.loop",
 }
-__all__ = ["PackLoader", "PackedCollator", "TrainConfig", "Trained", "train"]
+__all__ = [
+    "ATTENTION_BACKENDS", "PackLoader", "PackedCollator", "PackedLM", "TrainConfig", "TrainResult", "__version__",
+    "check_model", "evaluate", "load_model", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("shardpack")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -40,11 +40,11 @@ class Shape:
 
 
 class HostBuffers:
-    """One set of reusable host buffers, pinned where the copy to the device shall not wait.
+    """One set of reusable host buffers, pinned so that the copy to the device does not wait.
 
     Args:
-        capacity: Most tokens of a micro-batch, padding included.
-        max_segments: Most segments of a micro-batch, padding included.
+        capacity: Maximum tokens of a micro-batch, padding included.
+        max_segments: Maximum segments of a micro-batch, padding included.
         ids_dtype: Type of the stored ids: uint16 or int32.
         position_dtype: Type of the stored position ids: uint16 or int32.
     """

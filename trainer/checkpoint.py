@@ -1,4 +1,4 @@
-"""Checkpoints: written beside, sealed, renamed; the newest sound one is found again.
+"""Checkpoints: written beside, sealed, renamed; the newest intact one is found again.
 
     checkpoints/step-00000100/   tensors (torch.distributed.checkpoint), rng-<rank>.pt, checkpoint.json written last
     checkpoints/best             link to the step with the lowest evaluation loss
@@ -94,7 +94,7 @@ class Checkpoints:
         except (OSError, CheckpointException) as error:
             raise PackError(
                 f"{self.root}: cannot write a checkpoint ({_reason(error)}); expected room and the right to write. "
-                "Earlier checkpoints are whole: mend the disk, then run again with --resume."
+                "Earlier checkpoints are intact: make room, then run again with `resume`."
             ) from error
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Checkpoints:
         """Return the newest checkpoint whose files match their hashes, the same on every process."""
         found = [None]
         if self.world.is_main:
-            found = [next((str(path) for path in reversed(self._all()) if self._is_sound(path)), None)]  # type: ignore[list-item]
+            found = [next((str(path) for path in reversed(self._all()) if self._is_intact(path)), None)]  # type: ignore[list-item]
         if self.world.size > 1:
             dist.broadcast_object_list(found, src=0, group=self._group)
         return Path(found[0]) if found[0] else None
@@ -154,7 +154,7 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         return sorted(self.root.glob("step-*"))
 
-    def _is_sound(self, path: Path) -> bool:
+    def _is_intact(self, path: Path) -> bool:
         try:
             content = json.loads((path / "checkpoint.json").read_text())
             if content["version"] != VERSION:

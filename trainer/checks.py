@@ -1,4 +1,4 @@
-"""What is held against each other before the first step: dataset, model, tokenizers."""
+"""What is checked against each other before the first step: dataset, model, tokenizers."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from trainer.model.loading import check_segments, check_vocabulary
 _TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 
-def check_datasets(dataset: Dataset, held_out: Dataset | None, force: bool) -> None:
-    """Hold what is trained on, and what is evaluated on, against what a run needs.
+def check_datasets(dataset: Dataset, eval_dataset: Dataset | None, force: bool) -> None:
+    """Check what is trained on, and what is evaluated on, for what a run needs.
 
     Raises:
         PackError: One of them holds nothing to learn from, or they have different tokenizers; unless `force` is on,
             the first is one that only reports and comparisons are made of.
     """
-    for each in (dataset, held_out) if held_out else (dataset,):
+    for each in (dataset, eval_dataset) if eval_dataset else (dataset,):
         if not len(each):
             raise PackError(f"{each.path}: has no packs; expected some. Build it from a corpus with documents.")
         if not each.index.num_targets.any():
-            raise PackError(f"{each.path}: has no targets; expected some. Build it with another --train-on.")
+            raise PackError(f"{each.path}: has no targets; expected some. Build it with another `train_on`.")
     if force:
         return
     if dataset.packer == "unpacked":
         raise PackError(
             f"{dataset.path}: is unpacked, one document in a row; a row costs a whole pack's share of the step. "
-            "Build it with --packer auto, or pass --force."
+            "Build it with `packer` auto, or pass `force`."
         )
-    if held_out and (differing := _differing(_own_tokenizer(dataset), _own_tokenizer(held_out))):
+    if eval_dataset and (differing := _differing(_own_tokenizer(dataset), _own_tokenizer(eval_dataset))):
         raise PackError(
-            f"--eval {held_out.path}: its tokenizer differs from the one of {dataset.path} ({', '.join(differing)}). "
-            "Build both with the same."
+            f"`eval` {eval_dataset.path}: its tokenizer differs from the one of {dataset.path} "
+            f"({', '.join(differing)}). Build both with the same."
         )
 
 
 def check_fit(dataset: Dataset, report: ModelReport, config: TrainConfig) -> list[str]:
-    """Hold a dataset against the model that shall learn from it, or be scored on it.
+    """Check a dataset against the model that will learn from it, or be scored on it.
 
     Returns:
         Notes for a person.
@@ -50,11 +50,11 @@ def check_fit(dataset: Dataset, report: ModelReport, config: TrainConfig) -> lis
     """
     check_vocabulary(report, dataset.max_token_id)
     notes = check_segments(report, int(dataset.index.max_seqlen.max()))
-    return notes + check_tokenizer(dataset, config.model, config.force)
+    return notes + check_tokenizer(dataset, str(config.model), config.force)
 
 
 def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:
-    """Hold a dataset's tokenizer against the model's own, where it has one.
+    """Check a dataset's tokenizer against the model's own, where it has one.
 
     Raises:
         PackError: They differ, and `force` is off.
@@ -70,7 +70,7 @@ def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:
     message = f"{dataset.path}: its tokenizer differs from the one of {model} ({', '.join(differing)})"
     if force:
         return [message]
-    raise PackError(f"{message}; the same ids would mean other text. Build with --tokenizer {model}, or pass --force.")
+    raise PackError(f"{message}; the same ids would mean other text. Build with `tokenizer` {model}, or pass `force`.")
 
 
 def _own_tokenizer(dataset: Dataset) -> Path:

@@ -60,7 +60,7 @@ def train(as_json: bool, **flags: Any) -> None:
     \b
     Example:
       pack train data/corpus --model ./model --out runs/first --steps 1000 --lr 3e-4
-      torchrun --nproc-per-node 8 -m trainer data/corpus --model ./model --out runs/first --shard full
+      torchrun --no-python --nproc-per-node 8 pack train data/corpus --model ./model --out runs/first --shard full
     """
     flags["mix"] = _parse_mix(flags["mix"])
     flags["lora_targets"] = tuple(filter(None, flags["lora_targets"].split(",")))
@@ -85,9 +85,9 @@ def train(as_json: bool, **flags: Any) -> None:
         figures = asdict(result) | {"model_dir": str(result.model_dir)}
         click.echo(json.dumps({name: value for name, value in figures.items() if name != "is_main"}))
     else:
-        held_out = "" if result.eval_loss is None else f", held-out loss {result.eval_loss:.4f}"
+        eval_loss = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"
         steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
-        click.echo(f"{steps}, loss {result.loss:.4f}{held_out}; model in {result.model_dir}")
+        click.echo(f"{steps}, loss {result.loss:.4f}{eval_loss}; model in {result.model_dir}")
 
 
 def _parse_mix(text: str) -> tuple[tuple[str, float], ...]:
@@ -197,14 +197,3 @@ def demo(out: str, steps: int) -> None:
     from trainer.demo import DemoConfig, run_demo
 
     run_demo(DemoConfig(out=out, steps=steps))
-
-
-def main() -> None:
-    """Run `train` by itself, as torchrun starts it."""
-    try:
-        train.main(standalone_mode=False)
-    except PackError as error:
-        raise SystemExit(f"Error: {error}") from error
-    except click.ClickException as error:
-        error.show()
-        raise SystemExit(error.exit_code) from error

@@ -26,7 +26,7 @@ class PackedCollator:
 
     The model must use the boundaries: load it with `trainer.model.loading.load_model`, or with an attention
     implementation of transformers that reads `cu_seq_lens_q`. Evaluation by these trainers averages over batches, not
-    over tokens; score held-out packs with `trainer.evaluate`.
+    over tokens; score packs with `trainer.evaluate`.
 
     Raises:
         PackError: transformers would split batches over several GPUs of one process.

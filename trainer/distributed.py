@@ -48,9 +48,11 @@ def start(device: str | None) -> World:
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind.startswith("cuda") and not torch.cuda.is_available():
-        raise PackError("--device cuda: this torch sees no CUDA device. Use --device cpu, or install torch for CUDA.")
+        raise PackError(
+            "`device` cuda: this torch sees no CUDA device; expected one. Use `device` cpu, or install torch for CUDA."
+        )
     if kind.partition(":")[0] not in ("cuda", "cpu"):
-        raise PackError(f"--device {kind}: expected cuda or cpu.")
+        raise PackError(f"`device`: {kind!r}; expected cuda or cpu. Choose one.")
     size = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun speaks through these
     if kind == "cuda":
         kind = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
@@ -120,7 +122,7 @@ def _fully_sharded(module: nn.Module, model: nn.Module, dtype: str, world: World
 
     if not dist.is_initialized():
         raise PackError(
-            "--shard full: there is one process; expected several. Start it with torchrun --nproc-per-node N."
+            "`shard` full: there is one process; expected several. Start it with torchrun --nproc-per-node N."
         )
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(

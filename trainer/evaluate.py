@@ -1,4 +1,4 @@
-"""Loss on held-out packs: summed over tokens, so neither packing nor the number of processes changes it."""
+"""Loss on packs that are not trained on: summed over tokens, so neither packing nor processes change it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluate(
 
     Args:
         module: What to call: `lm`, or `lm` inside DDP or FSDP2.
-        dataset: Held-out packs, with at least one target.
+        dataset: Packs to score, with at least one target.
         tokens_per_batch: Tokens in a batch.
 
     Returns:

@@ -123,7 +123,7 @@ class PackLoader:
             "seed": seed, "order": order, "last_step": last_step, "largest_first": largest_first, "mix": mix,
             "mix_by": mix_by, "mix_stop": mix_stop,
         }  # fmt: skip
-        self.plan = StepOrder(
+        self.order = StepOrder(
             dataset.index,
             packs_per_step=self.packs_per_step,
             packs_per_batch=self.tokens_per_batch // dataset.seq_len,
@@ -133,7 +133,7 @@ class PackLoader:
             **chosen,
         )
         "Which packs make which step."
-        self.steps_per_epoch = self.plan.steps_per_epoch
+        self.steps_per_epoch = self.order.steps_per_epoch
         self._fixed = chosen | {
             "mix": [list(pair) for pair in mix],
             "packs_per_step": self.packs_per_step,
@@ -143,9 +143,9 @@ class PackLoader:
 
     def step_at(self, number: int) -> Step:
         """Return step `number` of the run, counted from 0 over all epochs, as this process sees it."""
-        ranks = self.plan.batches(*divmod(number, self.steps_per_epoch), self.world_size)
+        ranks = self.order.batches(*divmod(number, self.steps_per_epoch), self.world_size)
         packs = np.concatenate([batch for rank in ranks for batch in rank])
-        work = np.array([sum(self.plan.costs[batch].sum() for batch in rank) for rank in ranks])
+        work = np.array([sum(self.order.costs[batch].sum() for batch in rank) for rank in ranks])
         index = self.dataset.index
         targets, segments = (int(column[packs].sum()) for column in (index.num_targets, index.num_target_segments))
         return Step(
@@ -158,7 +158,7 @@ class PackLoader:
 
     def packs_of(self, number: int) -> np.ndarray:
         """Return the packs of step `number` over all processes; int64."""
-        return self.plan.step_packs(*divmod(number, self.steps_per_epoch))
+        return self.order.step_packs(*divmod(number, self.steps_per_epoch))
 
     def __len__(self) -> int:
         return self.steps_per_epoch * self.batches_per_step
@@ -263,7 +263,7 @@ def feed(
         batches: Pack ids of each micro-batch and something to hand on with it; consumed by the thread.
         tokens_per_batch: Most tokens of a micro-batch, padding included.
         static_shapes: Fill every micro-batch of a packed dataset up to the same length.
-        sliding_window: For `window_pairs`.
+        sliding_window: Sliding window for `window_pairs`.
 
     Yields:
         The micro-batch (see `HostBuffers.to_device`) with `num_tokens`, `num_targets`, `attention_pairs` and

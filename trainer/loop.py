@@ -31,7 +31,7 @@ from trainer.run import Interrupt, Run, set_up
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainResult:
     """What a run came to."""
 
     steps: int
@@ -39,7 +39,7 @@ class Trained:
     loss: float
     "Mean loss of a target over the last line of metrics."
     eval_loss: float | None
-    "Mean loss of a held-out target after the last step."
+    "Mean loss of an evaluation target after the last step."
     model_dir: Path
     "The exported model."
     is_main: bool = True
@@ -47,7 +47,7 @@ class Trained:
 
 
 @dataclass
-class Window:
+class LogInterval:
     """Figures gathered since the last line of metrics; the loss stays on the device."""
 
     loss: torch.Tensor
@@ -60,7 +60,7 @@ class Window:
     straggler: float = 0.0
 
 
-def train(config: TrainConfig) -> Trained:
+def train(config: TrainConfig) -> TrainResult:
     """Train a model on a dataset; under torchrun, every process calls this.
 
     Raises:
@@ -72,9 +72,9 @@ def train(config: TrainConfig) -> Trained:
         with closing(run.metrics):
             optimize(run)
             run.checkpoints.close()
-            figures = {"steps": run.step, "loss": run.loss, "held-out loss": run.eval_loss}
-            model_dir = export(run.model, Path(config.out), run.dataset, run.trained_as, world, figures)
-            return Trained(run.step, run.loss, run.eval_loss, model_dir, world.is_main)
+            figures = {"steps": run.step, "loss": run.loss, "eval loss": run.eval_loss}
+            model_dir = export(run.model, Path(config.out), run.dataset, run.card_config, world, figures)
+            return TrainResult(run.step, run.loss, run.eval_loss, model_dir, world.is_main)
     finally:
         distributed.stop(world)
 
@@ -85,31 +85,38 @@ def optimize(run: Run) -> None:
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; the step at hand was finished and saved.
     """
-    config, window = run.config, Window(torch.zeros((), device=run.world.device))
+    config, interval = run.config, LogInterval(torch.zeros((), device=run.world.device))
     with closing(run.loader.forever()) as batches, profiler(run) as note_step, Interrupt(run.world) as interrupt:
         while run.step < run.num_steps:
-            norm, rate = take_step(run, batches, window)
+            norm, rate = take_step(run, batches, interval)
             run.step += 1
             note_step()
             log_now = run.due(config.log_every) or run.step == 1
-            save_now, evaluate_now = run.due(config.save_every), run.held_out is not None and run.due(config.eval_every)
+            save_now, evaluate_now = (
+                run.due(config.save_every),
+                run.eval_dataset is not None and run.due(config.eval_every),
+            )
             if log_now or save_now or evaluate_now or run.world.device.type == "cpu":
                 stop_if_not_finite(run)  # reading from a GPU waits for it, so not at every step there
             if log_now:
-                log(run, window, norm, rate)
-                window = Window(torch.zeros((), device=run.world.device))
+                log(run, interval, norm, rate)
+                interval = LogInterval(torch.zeros((), device=run.world.device))
             pause = time.perf_counter()
-            is_best = evaluate_now and evaluate_held_out(run)
+            is_best = evaluate_now and run_evaluation(run)
             if save_now or is_best or interrupt.asked:
                 save(run, is_best)
             if interrupt.asked:
                 run.checkpoints.close()
                 raise KeyboardInterrupt
-            window.started += time.perf_counter() - pause  # figures are of training alone
+            interval.started += time.perf_counter() - pause  # figures are of training alone
 
 
-def take_step(run: Run, batches: Iterator[Batch], window: Window) -> tuple[torch.Tensor, float]:
+def take_step(run: Run, batches: Iterator[Batch], interval: LogInterval) -> tuple[torch.Tensor, float]:
     """Accumulate the gradients of one step over its micro-batches, and move the weights.
+
+    Two processes, four packs of 30, 50, 60 and 20 targets: every micro-batch returns its sum of losses / (160 / 2),
+    gradients add up over micro-batches and are averaged over processes, so the gradient of the step is that of
+    (sum of all 160 losses) / 160, however the packs were dealt.
 
     Returns:
         Gradient norm before clipping, on the device; learning rate.
@@ -118,7 +125,7 @@ def take_step(run: Run, batches: Iterator[Batch], window: Window) -> tuple[torch
     for micro in range(run.loader.batches_per_step):
         asked = time.perf_counter()
         batch = next(batches)
-        window.waited += time.perf_counter() - asked
+        interval.waited += time.perf_counter() - asked
         step: Step = batch["step"]
         is_last = micro == run.loader.batches_per_step - 1
         with nullcontext() if is_last else run.parallel.accumulate():
@@ -126,8 +133,8 @@ def take_step(run: Run, batches: Iterator[Batch], window: Window) -> tuple[torch
                 # processes average their gradients; the divisor counts the targets of all of them
                 loss = run.parallel.module(batch, step.divisor / world.size)
             loss.backward()
-        window.loss += loss.detach() / world.size
-        window.flops += run.cost.flops(batch["num_tokens"], batch["attention_pairs"], batch["window_pairs"])
+        interval.loss += loss.detach() / world.size
+        interval.flops += run.cost.flops(batch["num_tokens"], batch["attention_pairs"], batch["window_pairs"])
     norm = gradient_norm(run.model.parameters(), config.clip)
     run.bad_step = torch.where((run.bad_step < 0) & ~torch.isfinite(norm), run.step, run.bad_step)
     run.optimizer.found_inf = (run.bad_step >= 0).float()  # type: ignore[attr-defined]  # fused AdamW then does nothing
@@ -136,18 +143,18 @@ def take_step(run: Run, batches: Iterator[Batch], window: Window) -> tuple[torch
         group["lr"] = rate
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    window.steps += 1
-    window.tokens += step.num_tokens
-    window.targets += step.num_targets
-    window.straggler += step.straggler
+    interval.steps += 1
+    interval.tokens += step.num_tokens
+    interval.targets += step.num_targets
+    interval.straggler += step.straggler
     return norm, rate
 
 
-def log(run: Run, window: Window, norm: torch.Tensor, rate: float) -> None:
+def log(run: Run, interval: LogInterval, norm: torch.Tensor, rate: float) -> None:
     """Write a line of metrics; waits for the device."""
-    loss, flops = distributed.total([window.loss, window.flops], run.world)
-    elapsed = time.perf_counter() - window.started
-    run.loss = loss / window.steps
+    loss, flops = distributed.total([interval.loss, interval.flops], run.world)
+    elapsed = time.perf_counter() - interval.started
+    run.loss = loss / interval.steps
     peak = peak_flops(run.world.device)
     flops_per_s = flops / elapsed / run.world.size
     run.metrics.write(
@@ -157,29 +164,29 @@ def log(run: Run, window: Window, norm: torch.Tensor, rate: float) -> None:
             "loss": run.loss,
             "lr": rate,
             "grad_norm": float(norm),
-            "tokens": window.tokens,
-            "targets": window.targets,
-            "tokens_per_s": window.tokens / elapsed / run.world.size,
+            "tokens": interval.tokens,
+            "targets": interval.targets,
+            "tokens_per_s": interval.tokens / elapsed / run.world.size,
             "tflops_per_s": flops_per_s / 1e12,
             "mfu": flops_per_s / peak if peak else None,
-            "data_wait": window.waited / elapsed,
-            "step_s": elapsed / window.steps,
+            "data_wait": interval.waited / elapsed,
+            "step_s": elapsed / interval.steps,
             "memory_gib": memory_gib(run.world.device),
-            "straggler": window.straggler / window.steps,
+            "straggler": interval.straggler / interval.steps,
         }
     )
 
 
-def evaluate_held_out(run: Run) -> bool:
-    """Score the held-out dataset.
+def run_evaluation(run: Run) -> bool:
+    """Score the evaluation dataset.
 
     Returns:
         Whether this is the lowest loss so far.
     """
-    assert run.held_out is not None
+    assert run.eval_dataset is not None
     figures = evaluate(
-        run.parallel.module, run.lm, run.held_out, run.world,
-        tokens_per_batch=max(run.loader.tokens_per_batch, run.held_out.seq_len), static_shapes=run.config.compile,
+        run.parallel.module, run.lm, run.eval_dataset, run.world,
+        tokens_per_batch=max(run.loader.tokens_per_batch, run.eval_dataset.seq_len), static_shapes=run.config.compile,
         autocast=run.autocast(),
     )  # fmt: skip
     run.eval_loss = figures["eval_loss"]
@@ -225,7 +232,7 @@ def stop_if_not_finite(run: Run) -> None:
     raise PackError(
         f"step {bad + 1}: the gradient is not finite; expected a number. Its packs are {', '.join(map(str, packs[:8]))}"
         f"{' and more' if len(packs) > 8 else ''}: {file} names them and their documents. The weights before it "
-        "are saved. Look at the packs with pack show, or resume with a lower --lr."
+        "are saved. Look at the packs with pack show, or resume with a lower `lr`."
     )
 
 

@@ -52,15 +52,17 @@ def cost_of(model: nn.Module) -> ModelCost:
         if parameter.ndim >= 2 and id(parameter) not in lookups:
             passes = 6 if parameter.requires_grad else 4  # a frozen weight has no gradient of its own
             per_token += passes * parameter.numel() * (share if ".experts." in name else 1.0)
-    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
-    sliding = sum(kind == "sliding_attention" for kind in kinds) if window else 0
+    layers, sliding_window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = (
+        getattr(config, "layer_types", None) or ["sliding_attention" if sliding_window else "full_attention"] * layers
+    )
+    sliding = sum(kind == "sliding_attention" for kind in kinds) if sliding_window else 0
     per_layer = 12.0 * heads * head_dim
     return ModelCost(
         per_token=per_token,
         per_pair=per_layer * (layers - sliding),
         per_window_pair=per_layer * sliding,
-        sliding_window=window if sliding else None,
+        sliding_window=sliding_window if sliding else None,
     )
 
 
@@ -86,7 +88,7 @@ def check_outputs(config: TrainConfig) -> None:
         PackError: A package is not installed.
     """
     if config.wandb and find_spec("wandb") is None:
-        raise PackError("--wandb: wandb is not installed. Run pip install wandb.")
+        raise PackError("`wandb`: wandb is not installed; expected the package. Run pip install wandb.")
 
 
 class Metrics:
@@ -101,7 +103,7 @@ class Metrics:
     def __init__(self, config: TrainConfig, out: Path, num_steps: int, start: int, is_main: bool) -> None:
         self._file = self._board = self._wandb = None
         self._live: Live | None = None
-        self._num_steps, self._tells = num_steps, config.progress
+        self._num_steps, self._show_progress = num_steps, config.progress
         if not is_main:
             return
         path = out / "metrics.jsonl"
@@ -135,13 +137,13 @@ class Metrics:
                 self._board.add_scalar(key, value, line["step"])
         if self._wandb is not None:
             self._wandb.log(figures, step=line["step"])
-        if self._tells:
-            self._tell(line)
+        if self._show_progress:
+            self._report(line)
 
-    def _tell(self, line: dict[str, Any]) -> None:
+    def _report(self, line: dict[str, Any]) -> None:
         at = f"step {line['step']:,}/{self._num_steps:,}"
         if "eval_loss" in line:
-            self.say(f"{at}  held-out loss {line['eval_loss']:.4f}")
+            self.say(f"{at}  eval loss {line['eval_loss']:.4f}")
             return
         left = timedelta(seconds=round(line["step_s"] * (self._num_steps - line["step"])))
         text = f"{at}  {left} left  {_describe(line)}"

@@ -41,7 +41,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
-        raise PackError("--freeze: every parameter is frozen; expected some to train. Narrow the patterns.")
+        raise PackError("`freeze`: every parameter is frozen; expected some to train. Narrow the patterns.")
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},

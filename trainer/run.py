@@ -1,38 +1,54 @@
-"""A run: everything the loop holds, built from its configuration, continued from a checkpoint where asked."""
+"""A run: everything the loop holds, built from its configuration in two parts.
+
+`settle` finds out all that can be known without a model, so that settings that do not fit are said at once: datasets,
+the place to start from, the order of packs, the number of steps. `load` then makes the model, its optimizer and the
+outputs. Where a run starts is one value (`trainer.resume`); nothing here asks whether it is resumed.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shards import Dataset, PackError
+from shards import Dataset
 from shards.cost import ModelCost
 from shards.errors import counted
 from trainer.checkpoint import Checkpoints
 from trainer.checks import check_datasets, check_fit
-from trainer.config import TrainConfig, flag
+from trainer.config import TrainConfig
 from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
-from trainer.metrics import Metrics, check_outputs, cost_of, last_step
+from trainer.metrics import Metrics, check_outputs, cost_of
 from trainer.model.adapters import add_adapters, freeze
 from trainer.model.loading import checkpoint_activations, load_model
 from trainer.model.loss import PackedLM
 from trainer.optimizer import build_optimizer
+from trainer.resume import ResumePoint, claim_directory, find_resume_point
 
-FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean
-# no part of what is trained; a change of packs per step is refused by the loader
-UNSAID_ON_RESUME = (
-    "dataset", "out", "packs_per_step", "save_every", "keep", "eval_every", "log_every", "resume", "profile",
-    "tensorboard", "wandb", "device", "force", "progress",
-)  # fmt: skip
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """What is known of a run before its model is loaded."""
+
+    config: TrainConfig
+    card_config: TrainConfig
+    "Settings of the last step, for the model's card: those of before where none is left to take."
+    world: World
+    dataset: Dataset
+    eval_dataset: Dataset | None
+    checkpoints: Checkpoints
+    start: ResumePoint
+    loader: PackLoader
+    num_steps: int
+    notes: list[str]
+    "What a person should know, one line each."
 
 
 @dataclass(kw_only=True)
@@ -40,12 +56,10 @@ class Run:
     """Everything that the loop holds."""
 
     config: TrainConfig
-    trained_as: TrainConfig
-    "Settings of the last step, for the model's card: those of before where none is left to take."
+    card_config: TrainConfig
     world: World
     dataset: Dataset
-    held_out: Dataset | None
-    model: Any
+    eval_dataset: Dataset | None
     lm: PackedLM
     parallel: Parallel
     optimizer: torch.optim.AdamW
@@ -60,6 +74,11 @@ class Run:
     eval_loss: float | None = None
     bad_step: torch.Tensor
     "First step whose gradient is not finite, on the device; -1 for none."
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, with its adapters where it has some."""
+        return self.lm.model
 
     def due(self, every: int | None) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""
@@ -97,109 +116,95 @@ class Interrupt:
 
 
 def set_up(config: TrainConfig, world: World) -> Run:
-    """Build everything a run needs, and continue from a checkpoint where asked.
+    """Build everything a run needs.
 
     Raises:
         PackError: Model, dataset, settings and run directory do not fit.
     """
+    return load(settle(config, world))
+
+
+def settle(config: TrainConfig, world: World) -> Settled:
+    """Find out what can be known without a model, and claim the run directory.
+
+    Raises:
+        PackError: Dataset, settings and run directory do not fit.
+    """
     check_outputs(config)
-    out, dataset = Path(config.out), Dataset(config.dataset)
-    held_out = Dataset(config.eval) if config.eval else None
-    check_datasets(dataset, held_out, config.force)
-    checkpoints = Checkpoints(out / "checkpoints", config.keep, world)
-    path = checkpoints.latest() if config.resume else None
-    facts = _facts(config, checkpoints, path) if path else {}
-    if config.resume and not path:
-        _refuse_lost(out)
-    loader = _loader(config, world, dataset, facts)  # before the model: settings that do not fit are said at once
-    if facts:
-        loader.load_state_dict(facts["loader"])
+    dataset = Dataset(config.dataset)
+    eval_dataset = Dataset(config.eval) if config.eval else None
+    check_datasets(dataset, eval_dataset, config.force)
+    checkpoints = Checkpoints(Path(config.out) / "checkpoints", config.keep, world)
+    start = find_resume_point(config, checkpoints)
+    loader = _loader(config, world, dataset, config.packs_per_step or start.packs_per_step)
+    start.place(loader)
     num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
-    resumed = _resumed(config, num_steps, facts)
-    finished = facts.get("step") == num_steps
-    trained_as = _settings_before(config, facts) if finished else config
-    if finished:  # these would begin files anew
-        config = replace(config, tensorboard=False, wandb=None, profile=False)
-    elif world.is_main:
-        _claim(out, config)
-    lm, cost, notes = _model(config, world, [dataset, held_out] if held_out is not None else [dataset])
-    loader.sliding_window = cost.sliding_window
+    notes = [*_order_notes(loader), *start.notes(config, num_steps)]
+    if config.warmup_steps >= num_steps:
+        notes.append(f"warmup_steps {config.warmup_steps}: the run ends with step {num_steps}, before it decays")
+    if world.is_main and not start.is_end(num_steps):
+        claim_directory(config)
+    config, card_config = start.configs(config, num_steps)
+    return Settled(
+        config=config,
+        card_config=card_config,
+        world=world,
+        dataset=dataset,
+        eval_dataset=eval_dataset,
+        checkpoints=checkpoints,
+        start=start,
+        loader=loader,
+        num_steps=num_steps,
+        notes=notes,
+    )
+
+
+def load(settled: Settled) -> Run:
+    """Load the model, its optimizer and their state, and open the outputs.
+
+    Raises:
+        PackError: The model does not fit datasets or settings.
+    """
+    config, world, start = settled.config, settled.world, settled.start
+    datasets = [settled.dataset] if settled.eval_dataset is None else [settled.dataset, settled.eval_dataset]
+    lm, cost, notes = _model(config, world, datasets)
+    settled.loader.sliding_window = cost.sliding_window
     parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
     optimizer = build_optimizer(lm.model, config)
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
-    if path:
-        checkpoints.load(path, lm.model, optimizer)
-    metrics = Metrics(config, out, num_steps, facts.get("step", 0), world.is_main)
-    if config.warmup_steps >= num_steps:
-        notes.append(f"--warmup-steps {config.warmup_steps}: the run ends with step {num_steps}, before it decays")
-    for note in [*notes, *_order_notes(loader), *resumed]:
+    start.load(settled.checkpoints, lm.model, optimizer)
+    metrics = Metrics(config, Path(config.out), settled.num_steps, start.step, world.is_main)
+    for note in [*notes, *settled.notes]:
         metrics.say(note)
     return Run(
         config=config,
-        trained_as=trained_as,
+        card_config=settled.card_config,
         world=world,
-        dataset=dataset,
-        held_out=held_out,
-        model=lm.model,
+        dataset=settled.dataset,
+        eval_dataset=settled.eval_dataset,
         lm=lm,
         parallel=parallel,
         optimizer=optimizer,
-        loader=loader,
-        checkpoints=checkpoints,
+        loader=settled.loader,
+        checkpoints=settled.checkpoints,
         metrics=metrics,
         cost=cost,
-        num_steps=num_steps,
-        step=facts.get("step", 0),
-        loss=facts.get("loss", math.nan),
-        best=facts.get("best", math.inf),
-        eval_loss=facts.get("eval_loss"),
+        num_steps=settled.num_steps,
+        step=start.step,
+        loss=start.loss,
+        best=start.best,
+        eval_loss=start.eval_loss,
         bad_step=torch.tensor(-1, device=world.device),
     )
 
 
-def _claim(out: Path, config: TrainConfig) -> None:
-    """Make the run directory, unless another run is in it."""
-    if not config.resume and any((out / name).exists() for name in ("metrics.jsonl", "checkpoints", "model")):
-        raise PackError(f"{out}: holds a run already. Continue it with --resume, or choose another --out.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "train.json").write_text(json.dumps(config.to_dict(), indent=1))
-    except OSError as error:
-        raise PackError(f"{out}: cannot write here ({error.strerror}). Choose another --out.") from error
-
-
-def _refuse_lost(out: Path) -> None:
-    """Refuse to start over a run that has lost its checkpoints; one that died before its first has none to lose.
-
-    Raises:
-        PackError: There are checkpoints, none of them sound, or there must have been some.
-    """
-    root = out / "checkpoints"
-    if number := len(list(root.glob("step-*"))):
-        raise PackError(
-            f"{root}: {counted(number, 'checkpoint')}, none sound; expected one to continue from. "
-            "Restore one, or choose another --out."
-        )
-    try:
-        every = json.loads((out / "train.json").read_text())["save_every"] or math.inf
-    except (OSError, ValueError, KeyError, TypeError):
-        every = math.inf
-    # the first save makes the directory before the next step is taken
-    saved = (out / "model").exists() or (not root.exists() and last_step(out / "metrics.jsonl") > every)
-    if saved:
-        raise PackError(
-            f"{root}: the checkpoints of this run are gone; expected one to continue from. "
-            "Restore one, or choose another --out."
-        )
-
-
 def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[PackedLM, ModelCost, list[str]]:
-    """Load the model, hold it against the datasets (the first is trained on), and prepare it as asked."""
+    """Load the model, check it against the datasets (the first is trained on), and prepare it as asked."""
     torch.manual_seed(config.seed)  # the same first weights on every process
     # frozen weights need no fp32 copy to learn in
     narrow = config.dtype == "bf16-pure" or (config.dtype == "bf16" and config.lora_rank > 0)
     loaded = load_model(
-        config.model,
+        str(config.model),
         dtype=torch.bfloat16 if narrow else torch.float32,
         compute_dtype=torch.float32 if config.dtype == "fp32" else torch.bfloat16,
         attention=config.attention,
@@ -229,51 +234,11 @@ def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[
     return lm, cost_of(model), list(dict.fromkeys(notes))
 
 
-def _resumed(config: TrainConfig, num_steps: int, facts: dict[str, Any]) -> list[str]:
-    """Say where a run that was asked to resume goes on.
-
-    Raises:
-        PackError: It is behind the last step asked for: the model would be one of more steps than that.
-    """
-    if not config.resume:
-        return []
-    if not facts:
-        return [f"--resume: there is no checkpoint in {config.out}, so training starts from the first step"]
-    taken = facts["step"]
-    if taken > num_steps:
-        raise PackError(
-            f"{config.out}: has taken {counted(taken, 'step')} already, this run asks for {num_steps:,}; nothing is "
-            "left to do. Ask for more steps, or start again with another --out."
-        )
-    if taken == num_steps:
-        return [f"--resume: all {counted(taken, 'step')} are taken already; nothing is left to train"]
-    return [f"--resume: goes on after step {taken:,} of {num_steps:,}", *_changes(config, facts)]
-
-
-def _changes(config: TrainConfig, facts: dict[str, Any]) -> list[str]:
-    """Say which settings of the run were others before, one line each."""
-    lines = []
-    for name, now in json.loads(json.dumps(config.to_dict())).items():
-        before = facts["config"].get(name)
-        if name not in UNSAID_ON_RESUME and before != now:
-            was, is_now = ("not set" if value is None else value for value in (before, now))
-            lines.append(f"--resume: {flag(name)} {was} before, {is_now} now")
-    return lines
-
-
-def _settings_before(config: TrainConfig, facts: dict[str, Any]) -> TrainConfig:
-    """Return the settings that a checkpoint was saved with, for a run directory that may have moved."""
-    known = {field.name for field in fields(TrainConfig)} - {"out"}
-    return replace(config, **{name: value for name, value in facts["config"].items() if name in known})
-
-
-def _loader(config: TrainConfig, world: World, dataset: Dataset, facts: dict[str, Any]) -> PackLoader:
-    # the default depends on the number of processes; a run that is resumed on others keeps its steps
-    kept = facts["loader"]["packs_per_step"] if facts else None
+def _loader(config: TrainConfig, world: World, dataset: Dataset, packs_per_step: int | None) -> PackLoader:
     return PackLoader(
         dataset,
         tokens_per_batch=config.tokens_per_batch,
-        packs_per_step=config.packs_per_step or kept,
+        packs_per_step=packs_per_step,
         seed=config.seed,
         order=config.order,
         last_step=config.last_step,
@@ -290,28 +255,22 @@ def _loader(config: TrainConfig, world: World, dataset: Dataset, facts: dict[str
 
 
 def _order_notes(loader: PackLoader) -> list[str]:
-    plan = loader.plan
+    """Say how long an epoch is, what it leaves out or repeats, and in which shares it mixes sources.
+
+    For 10 packs, 4 in a step, and `last_step` "drop": "an epoch is 2 steps of 4 packs", "2 packs that fill no step are
+    left out, others in each epoch (last_step drop)".
+    """
+    order = loader.order
     noun = "micro-batch" if loader.dataset.packer == "bucketed" else "pack"  # of rows of like length, as many as fit
-    steps, units = counted(plan.steps_per_epoch, "step"), counted(plan.units_per_step, noun)
+    steps, units = counted(order.steps_per_epoch, "step"), counted(order.units_per_step, noun)
     notes = [f"an epoch is {steps} of {units}"]
-    if plan.dropped:
-        verb = "fills no step is" if plan.dropped == 1 else "fill no step are"
-        notes.append(f"{counted(plan.dropped, noun)} that {verb} left out, others in each epoch (--last-step drop)")
-    if plan.repeated:
-        twice = f"come{'s' if plan.repeated == 1 else ''} twice in an epoch"
-        notes.append(f"{counted(plan.repeated, noun)} {twice}, to fill its last step (--last-step pad)")
-    if plan.passes:
-        rest = [name for name, _, _ in loader.dataset.sources if name not in plan.passes]
-        notes += [f"source {name}: left out, --mix does not name it" for name in rest]
-    return notes + [f"source {name}: each pack {times:.2f} times an epoch" for name, times in plan.passes.items()]
-
-
-def _facts(config: TrainConfig, checkpoints: Checkpoints, path: Path) -> dict[str, Any]:
-    facts = checkpoints.facts(path)
-    for name in FIXED_ON_RESUME:
-        before, now = facts["config"][name], config.to_dict()[name]
-        if json.dumps(before) != json.dumps(now):
-            raise PackError(
-                f"{path}: was saved with {flag(name)} {before!r}, this run has {now!r}. Resume with the same."
-            )
-    return facts
+    if order.dropped:
+        verb = "fills no step is" if order.dropped == 1 else "fill no step are"
+        notes.append(f"{counted(order.dropped, noun)} that {verb} left out, others in each epoch (last_step drop)")
+    if order.repeated:
+        twice = f"come{'s' if order.repeated == 1 else ''} twice in an epoch"
+        notes.append(f"{counted(order.repeated, noun)} {twice}, to fill its last step (last_step pad)")
+    if order.passes:
+        rest = [name for name, _, _ in loader.dataset.sources if name not in order.passes]
+        notes += [f"source {name}: left out, the mix does not name it" for name in rest]
+    return notes + [f"source {name}: each pack {times:.2f} times an epoch" for name, times in order.passes.items()]

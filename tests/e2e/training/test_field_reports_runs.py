@@ -47,7 +47,7 @@ def test_every_document_comes_once_an_epoch_on_any_number_of_ranks(numbered, wor
     loaders = [PackLoader(numbered, rank=rank, world_size=world, **WHOLE) for rank in range(world)]
     seen = Counter(int(id) for loader in loaders for batch in loader for id in batch["input_ids"][0, ::3])
     assert set(seen) == {10 + k for k in range(101)}
-    assert loaders[0].plan.repeated == 108 - 101
+    assert loaders[0].order.repeated == 108 - 101
     assert sum(seen.values()) == 108
     assert max(seen.values()) == 2
 
@@ -117,7 +117,7 @@ def test_a_run_on_4_ranks_resumes_on_fewer_without_a_document_twice(numbered, wo
         loader.load_state_dict(before[0].state_at(6))
         assert loader.steps_taken == 6
     rest = [pack for loader in after for pack in served(loader, range(6, loader.steps_per_epoch))]
-    left_out = after[0].plan.dropped
+    left_out = after[0].order.dropped
     assert (len(first), len(rest), left_out) == (72, 24, 5)
     assert len({*first, *rest}) == 96
 

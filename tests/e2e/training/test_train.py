@@ -77,7 +77,10 @@ def test_resuming_a_finished_run_changes_nothing(packed, llama, tmp_path):
 def test_a_log_file_holds_the_losses_and_no_marks_of_torchs_profiler(packed, llama, tmp_path):
     flags = ["--model", llama, "--out", str(tmp_path / "run"), "--steps", "6", "--log-every", "3", "--device", "cpu"]
     done = subprocess.run(  # C++ writes past what CliRunner catches
-        [sys.executable, "-m", "trainer", packed, *flags, "--profile"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "pipeline", "train", packed, *flags, "--profile"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     steps = [line.split()[1] for line in done.stderr.splitlines() if " loss " in line]
     assert steps == ["1/6", "3/6", "6/6"]

@@ -17,6 +17,7 @@ from shards.plan import plan_id
 from shards.publish import LocalStore, canonical
 from shards.schema import FORMAT, VERSION, layout_of
 from shards.writer import encode_index, write_shard
+from trainer import TrainConfig, TrainResult, train
 
 VOCAB = 97
 
@@ -114,3 +115,32 @@ def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
 def documents() -> Callable[..., list[Document]]:
     """Random documents; see `random_documents`."""
     return random_documents
+
+
+SETTINGS = {
+    "steps": 4, "packs_per_step": 4, "lr": 1e-2, "dtype": "fp32", "log_every": 1, "device": "cpu", "progress": False,
+}  # fmt: skip
+
+
+class MetricLines(list[dict]):
+    """The lines of a run's metrics.jsonl."""
+
+    def column(self, key: str) -> list[float]:
+        """Return a figure of every line that has it."""
+        return [line[key] for line in self if key in line]
+
+
+@pytest.fixture
+def run(
+    dataset: Dataset, model_config: Callable[..., str], tmp_path: Path
+) -> Callable[..., tuple[TrainResult, MetricLines]]:
+    """Train on the small dataset and return the result and the lines of metrics; fields as in TrainConfig."""
+    model = model_config()
+
+    def start(name: str = "run", **fields: object) -> tuple[TrainResult, MetricLines]:
+        chosen = {"dataset": str(dataset.path), "model": model, "out": str(tmp_path / name), **SETTINGS, **fields}
+        result = train(TrainConfig(**chosen))
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return result, MetricLines(map(json.loads, lines))
+
+    return start

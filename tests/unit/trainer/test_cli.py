@@ -10,7 +10,6 @@ from click.testing import CliRunner
 
 from pipeline.cli import main
 from shards.errors import PackError
-from trainer.cli import main as cli_main
 from trainer.cli import train
 from trainer.config import TrainConfig
 
@@ -79,23 +78,6 @@ def test_a_safe_model_is_accepted_and_an_unsafe_one_refused(model_config):
     missing = CliRunner().invoke(main, ["check-model", "/nowhere/at/all.json"])
     assert missing.exit_code == 1
     assert len(missing.stderr.splitlines()) == 1
-
-
-def test_the_module_prints_a_fault_as_one_line_and_exits_with_1(monkeypatch, tmp_path):
-    arguments = [
-        "trainer",
-        str(tmp_path / "nothing"),
-        "--model",
-        "m",
-        "--out",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-    ]
-    monkeypatch.setattr("sys.argv", arguments)
-    with pytest.raises(SystemExit, match=r"Error: .*nothing: is not a shardpack dataset"):
-        cli_main()
-    assert not (tmp_path / "run").exists()
 
 
 def test_wandb_that_is_missing_is_named_before_anything_is_written(dataset, model_config, tmp_path, monkeypatch):

@@ -31,15 +31,15 @@ def test_an_epoch_serves_every_pack_at_most_once_and_leaves_out_what_it_says(dat
     for epoch in range(3):
         steps = range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch)
         packs = [pack for step in served(loader, steps) for pack in step]
-        assert len(packs) == len(set(packs)) == len(dataset) - loader.plan.dropped
-        assert 0 < loader.plan.dropped < 4
+        assert len(packs) == len(set(packs)) == len(dataset) - loader.order.dropped
+        assert 0 < loader.order.dropped < 4
 
 
 def test_padding_the_last_step_serves_every_pack(dataset):
     loader = PackLoader(dataset, packs_per_step=4, last_step="pad")
     packs = Counter(pack for step in served(loader, range(loader.steps_per_epoch)) for pack in step)
     assert set(packs) == set(range(len(dataset)))
-    assert sum(packs.values()) - len(packs) == loader.plan.repeated > 0
+    assert sum(packs.values()) - len(packs) == loader.order.repeated > 0
 
 
 @pytest.mark.parametrize("order", ["shuffled", "cost-grouped"])

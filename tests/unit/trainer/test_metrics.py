@@ -3,8 +3,9 @@
 import json
 
 from shards.cost import ModelCost
+from trainer import load_model
 from trainer.config import TrainConfig
-from trainer.metrics import Metrics
+from trainer.metrics import Metrics, cost_of
 
 LINE = {
     "step": 3, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.0, "data_wait": 0.005,
@@ -47,7 +48,7 @@ def test_a_log_gets_a_line_for_each_line_of_metrics_and_its_evaluations(tmp_path
         "2.0 GiB\n"
     )
     metrics.write({"step": 1990, "eval_loss": 1.5, "eval_perplexity": 4.48, "eval_targets": 9})
-    assert capsys.readouterr().err == "step 1,990/2,000  held-out loss 1.5000\n"
+    assert capsys.readouterr().err == "step 1,990/2,000  eval loss 1.5000\n"
     metrics.close()
 
 
@@ -76,3 +77,19 @@ def test_without_progress_there_are_only_the_notes(tmp_path, capsys):
 def test_flops_of_a_step_by_hand():
     cost = ModelCost(per_token=10.0, per_pair=3.0, per_window_pair=2.0, sliding_window=4)
     assert cost.flops(7, 5, 4) == 70 + 15 + 8
+
+
+def test_the_cost_of_a_model_by_hand(model_config):
+    model = load_model(model_config()).model
+    cost = cost_of(model)
+    layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24  # q, k and v of one grouped head, o, feed-forward
+    assert cost.per_token == 6 * (2 * layer + 16 * 97)  # the embedding is a lookup, the head is not
+    assert cost.per_pair == 2 * 12 * 2 * 8
+    assert cost.sliding_window is None
+    tied = cost_of(load_model(model_config(tie_word_embeddings=True)).model)
+    assert tied.per_token == cost.per_token
+
+
+def test_the_cost_of_a_window_is_counted_inside_it(model_config):
+    cost = cost_of(load_model(model_config("mistral-window")).model)
+    assert (cost.sliding_window, cost.per_pair, cost.per_window_pair) == (5, 0, 2 * 12 * 2 * 8)

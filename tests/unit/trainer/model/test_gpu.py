@@ -5,7 +5,7 @@ import torch
 
 from trainer import distributed
 from trainer.config import TrainConfig
-from trainer.loop import Window, take_step, train
+from trainer.loop import LogInterval, take_step, train
 from trainer.run import set_up
 
 pytestmark = [
@@ -31,16 +31,16 @@ def config(dataset, model_config, tmp_path):
 def test_a_step_never_waits_for_the_device(config, compiled):
     settings = config(compile=compiled, liger="off")
     run = set_up(settings, distributed.start("cuda"))
-    window = Window(torch.zeros((), device="cuda"))
+    interval = LogInterval(torch.zeros((), device="cuda"))
     batches = run.loader.forever()
     for _ in range(3):
-        take_step(run, batches, window)
+        take_step(run, batches, interval)
         run.step += 1
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            take_step(run, batches, window)
+            take_step(run, batches, interval)
             run.step += 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
