@@ -40,7 +40,6 @@ ROOMS: dict[str, set[str]] = {
     "trainer.bench": TRAINING | BUILDS | {"trainer.demo_corpus"},
     "trainer.demo": TRAINING | BUILDS | {"trainer.bench", "trainer.demo_corpus", "pipeline.cli"},
     "trainer": EVERYTHING,  # as pipeline
-    "trainer.__main__": {"trainer.cli"},
     "trainer.cli": EVERYTHING,
     "trainer.demo_corpus": set(),
 }
