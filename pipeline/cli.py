@@ -9,15 +9,18 @@ import os
 import re
 import sys
 import traceback
-from dataclasses import fields
+from collections.abc import Callable, Container
+from dataclasses import MISSING
 from importlib import import_module
+from inspect import isfunction
 from typing import Any
 
 import click
 
-from pipeline.config import OVERLONG, PACKER_NAMES, BuildConfig, RecordOptions
+from pipeline.config import BuildConfig, RecordOptions
 from pipeline.recipe import kind_of, read_recipe, read_template, refuse_idle
 from shards.errors import PackError, counted
+from shards.settings import Setting, parse_mix, settings_of
 
 LAZY = {
     "train": "trainer.cli:train",
@@ -26,6 +29,9 @@ LAZY = {
     "demo": "trainer.cli:demo",
 }
 STDOUT_WRITERS = ("click.utils", "rich.console")  # the modules that write to stdout
+ARGUMENT = re.compile(r"`(?P<name>[a-z][a-z0-9_]*)(?:=\"?(?P<value>[^`\"]*)\"?)?`")  # how messages name a setting
+BEFORE_RECORDS = ("out", "tokenizer", "seq_len")  # what --help shows before the options of records
+AFTER_RECORDS = settings_of(BuildConfig).keys() - set(BEFORE_RECORDS)
 UNITS = {"": 1, "B": 1}
 UNITS |= {unit: 1000**k for k, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}
 UNITS |= {unit: 1024**k for k, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
@@ -49,6 +55,37 @@ class Size(click.ParamType[int]):
         if match is None or match[2].upper() not in UNITS:
             self.fail(f"{value!r} is not a size; write for example 64MiB or 100MB", param, ctx)
         return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Return the names in a list with commas."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+# the fields whose flags are written otherwise than their type says
+TYPES: dict[str, Any] = {"window_bytes": Size(), "mix": parse_mix, "lora_targets": names_of, "strategies": names_of}
+
+
+def in_flags(message: str, command: click.Command) -> str:
+    """Write the settings that a message names as flags of a command.
+
+    `seq_len` becomes --seq-len, `on_error="skip"` --on-error skip, `add_eos=False` --no-eos, `sources` SOURCE; what is
+    no parameter of this command stays as it is.
+    """
+    parameters = {parameter.name: parameter for parameter in command.params}
+
+    def flag(match: re.Match[str]) -> str:
+        parameter = parameters.get(match["name"])
+        if parameter is None:
+            return match[0]
+        if isinstance(parameter, click.Argument):
+            return parameter.make_metavar(click.Context(command)).strip("[].")
+        value = match["value"]
+        if value == "False" and parameter.secondary_opts:
+            return parameter.secondary_opts[0]
+        return parameter.opts[0] + (f" {value}" if value and not getattr(parameter, "is_flag", False) else "")
+
+    return ARGUMENT.sub(flag, message)
 
 
 class PackGroup(click.Group):
@@ -84,10 +121,9 @@ class PackGroup(click.Group):
         try:
             return super().invoke(ctx)
         except PackError as error:
-            # library messages name arguments in backticks, as Python writes them
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
             message = getattr(error, "flag_message", str(error))
-            flags = re.sub(r"`([a-z][a-z0-9_]*)`", lambda match: "--" + match[1].replace("_", "-"), message)
-            raise click.ClickException(flags) from error
+            raise click.ClickException(in_flags(message, command or self)) from error
 
 
 @click.group(cls=PackGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -103,71 +139,57 @@ def main() -> None:
     """
 
 
-def parse_mix(context: click.Context, option: click.Parameter, value: str | None) -> dict[str, float]:
-    """Parse weights by source name, such as web=0.7,code=0.3."""
-    mix: dict[str, float] = {}
-    for part in value.split(",") if value else []:
-        name, _, weight = part.rpartition("=")
-        if not name or not re.fullmatch(r"\d*\.?\d+", weight):
-            raise click.BadParameter(f"{part!r} is not NAME=WEIGHT, such as web=0.7", context, option)
-        mix[name.strip()] = float(weight)
-    return mix
+def options_of(record: type, omit: Container[str] = (), **changes: dict[str, Any]) -> Callable[[Any], Any]:
+    """Attach a flag for each field of a settings record that has a help text.
+
+    A flag that is not given arrives as None: `given` leaves it out, so that the record's own default holds.
+
+    Args:
+        record: The class, such as `BuildConfig`.
+        omit: Fields without a flag.
+        changes: By field, what the flag has otherwise than its field says, as keywords of `click.option`.
+    """
+
+    def attach(command: Any) -> Any:
+        for setting in reversed([setting for name, setting in settings_of(record).items() if name not in omit]):
+            command = _option(setting, **changes.get(setting.name, {}))(command)
+        return command
+
+    return attach
+
+
+def _option(setting: Setting, **changes: Any) -> Any:
+    kind = TYPES.get(setting.name, click.Choice(setting.choices) if setting.choices else setting.type)
+    flag = setting.name.removeprefix("add_").replace("_", "-")
+    names = f"--{flag}/--no-{flag}" if setting.default is True else f"--{flag}"
+    text, default = setting.help, flag if setting.default is True else setting.default
+    shown = changes.pop("show_default", "[default:" not in text)
+    if shown and default not in (MISSING, None, ()) and default is not False:
+        text = f"{text} [default: {default}]"
+    keywords: dict[str, Any] = {"help": text} | ({"required": True} if default is MISSING else {"default": None})
+    if setting.type is bool:
+        keywords |= {"is_flag": True}
+    elif setting.repeatable and setting.name not in TYPES:
+        keywords |= {"type": kind, "multiple": True}
+    else:
+        keywords |= {"type": kind, "metavar": "TEXT" if isfunction(kind) else None}
+    return click.option(names, setting.name, **keywords | changes)
+
+
+def given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags that were written on the command line."""
+    return {name: value for name, value in flags.items() if value not in (None, ())}
 
 
 def _record_options(command: Any) -> Any:
     """Attach the flags that say how a record becomes a document."""
-    options = [
-        click.option("--text-field", help="Field with the text; dots reach into nested objects. [default: text]"),
-        click.option("--messages-field", help="Field with a conversation (role/content or from/value)."),
-        click.option(
-            "--tools-field", default="tools", show_default=True, help="Field with the tool schemas of a chat."
-        ),
-        click.option("--prompt-field", help="Field with the prompt of an instruction."),
-        click.option("--completion-field", help="Field with its completion."),
-        click.option(
-            "--train-on",
-            default="auto",
-            show_default=True,
-            help="Targets: all, assistant, last-assistant, completion, or role names with commas.",
-        ),
-        click.option(
-            "--chat-template",
-            type=click.Path(exists=True, dir_okay=False),
-            help="Jinja file instead of the tokenizer's template.",
-        ),
-        click.option(
-            "--overlong",
-            type=click.Choice(["auto", *OVERLONG]),
-            default="auto",
-            show_default=True,
-            help="Documents longer than seq-len; auto splits text and drops the rest. Not for --packer wrapped.",
-        ),
-        click.option(
-            "--truncate-side",
-            type=click.Choice(["right", "left"]),
-            default="right",
-            show_default=True,
-            help="Side that truncation cuts off.",
-        ),
-        click.option("--keep-no-target", is_flag=True, help="Keep documents without any target."),
-        click.option("--train-template-tokens", is_flag=True, help="Train on what a template inserts inside answers."),
-        click.option("--parse-special", is_flag=True, help="Read control tokens in the corpus as such, not as text."),
-        click.option("--eos/--no-eos", "add_eos", default=True, show_default=True, help="One EOS after each document."),
-        click.option(
-            "--text-unit",
-            type=click.Choice(["file", "line"]),
-            default="file",
-            show_default=True,
-            help="One document in a plain text file.",
-        ),
-        click.option("--format", "format", help="Format of the files where their names do not tell, such as jsonl."),
-        click.option(
-            "--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name."
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    recipe = click.option(
+        "--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name."
+    )
+    template = {"type": click.Path(exists=True, dir_okay=False)}
+    # that any of these is named says what the records are
+    unsaid = {name: {"show_default": False} for name in ("messages_field", "prompt_field", "completion_field")}
+    return options_of(RecordOptions, chat_template=template, **unsaid)(recipe(command))
 
 
 def record_options(flags: dict[str, Any]) -> dict[str, Any]:
@@ -175,13 +197,13 @@ def record_options(flags: dict[str, Any]) -> dict[str, Any]:
 
     The kind of the records follows from the fields that are named.
     """
-    names = {entry.name for entry in fields(RecordOptions)} & flags.keys()
-    chosen = {name: value for name in names if (value := flags.pop(name)) is not None}
+    names = settings_of(RecordOptions).keys() & flags.keys()
+    chosen = {name: flags.pop(name) for name in names}
     kind = kind_of(chosen.keys(), "flags")
     if "chat_template" in chosen:
         chosen["chat_template"] = read_template(chosen["chat_template"], "--chat-template")
     records = RecordOptions(kind=kind or "text", **chosen)
-    recipe = flags.pop("recipe")
+    recipe = flags.pop("recipe", None)
     if not recipe:  # whose sources may need what the others do not
         refuse_idle(records)
     return {"records": records, "source_records": read_recipe(recipe, records) if recipe else {}}
@@ -189,44 +211,9 @@ def record_options(flags: dict[str, Any]) -> dict[str, Any]:
 
 @main.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--out", required=True, help="Dataset directory, or an fsspec URL.")
-@click.option("--tokenizer", required=True, help="Tokenizer directory or hub name.")
-@click.option("--seq-len", type=int, required=True, help="Capacity of a pack, in tokens.")
+@options_of(BuildConfig, omit=AFTER_RECORDS)
 @_record_options
-@click.option(
-    "--packer",
-    type=click.Choice(PACKER_NAMES),
-    default="auto",
-    show_default=True,
-    help="How segments share packs; wrapped cuts documents where a row is full, conversations too, inside turns.",
-)
-@click.option("--max-segments", type=int, help="Most segments in one pack. [default: no limit]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random choice.")
-@click.option("--position-ids/--no-position-ids", default=True, show_default=True, help="Store position ids.")
-@click.option(
-    "--window-bytes", type=Size(), help="Corpus bytes in one window, such as 64MiB. [default: by corpus size]"
-)
-@click.option("--workers", type=int, default=usable_cores, help="Processes. [default: one a core]")
-@click.option(
-    "--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Where windows run."
-)
-@click.option(
-    "--tokenizer-engine",
-    type=click.Choice(["auto", "tokenizers", "fastokens", "gigatoken"]),
-    default="auto",
-    show_default=True,
-    help="Engine; a fast one is checked against tokenizers all along.",
-)
-@click.option("--resume", is_flag=True, help="Continue an interrupted build.")
-@click.option("--overwrite", is_flag=True, help="Remove an older dataset there first.")
-@click.option("--windows", help="Only windows i, i+n, i+2n …, as i::n, for job arrays.")
-@click.option("--finalize", is_flag=True, help="Run no window; commit what is there.")
-@click.option(
-    "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="At a bad record."
-)
-@click.option(
-    "--max-rejected", type=float, default=0.01, show_default=True, help="Share of bad records that stops a build."
-)
+@options_of(BuildConfig, omit=BEFORE_RECORDS, workers={"help": "Processes. [default: one a core]"})
 @click.option("--progress/--no-progress", default=None, help="Progress on stderr. [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest's figures as JSON.")
 def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
@@ -243,21 +230,23 @@ def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
     from pipeline.building.driver import build as run_build
     from pipeline.building.progress import RichProgress
 
+    flags = {"workers": usable_cores()} | given(flags)
     options = record_options(flags)
     flags["out"] = os.path.expanduser(flags["out"])  # noqa: PTH111  # a shell leaves --out=~/data
     config = BuildConfig(**options, **flags)
+    out = str(config.out)
     with RichProgress(progress) as shown:
         try:
             manifest = run_build(config, shown)
         except KeyboardInterrupt:
-            shown.say(f"{config.out}: stopped; the windows that are done are kept. Add --resume to continue.")
+            shown.say(f"{out}: stopped; the windows that are done are kept. Add --resume to continue.")
             raise SystemExit(130) from None
     if as_json:
         click.echo(json.dumps({key: value for key, value in manifest.items() if key != "shards"}))
     elif "unfinished" not in manifest:
         from pipeline.report.dataset import summary_lines
 
-        click.echo("\n".join(summary_lines(manifest, config.out)))
+        click.echo("\n".join(summary_lines(manifest, out)))
 
 
 @main.command()
@@ -309,12 +298,12 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
 @click.argument("paths", nargs=-1, required=True, metavar="DATASET...", type=click.Path())
 @click.option("--packs-per-step", type=click.IntRange(min=1), default=32, show_default=True, help="Packs of one step.")
 @click.option("--model", help="Model directory, config.json or hub name, for costs and limits. [default: 1.24B shape]")
-@click.option("--mix", callback=parse_mix, help="Weights as in pack train, such as web=0.7,code=0.3.")
+@click.option("--mix", type=parse_mix, metavar="TEXT", help="Weights as in pack train, such as web=0.7,code=0.3.")
 @click.option("--rows", "rows", is_flag=True, help="Read every row: exact lengths, duplicates, used vocabulary.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write a page that opens offline.")
 @click.option("--strict", is_flag=True, help="Exit with code 1 when there is any warning.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON (docs/report.md).")
-def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: bool, **options: Any) -> None:
+def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: bool, mix: Any, **options: Any) -> None:
     """Report on datasets, or on training runs.
 
     Several datasets are set side by side; a directory that pack train wrote shows its curves with --html.
@@ -328,7 +317,7 @@ def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: boo
     from pipeline.report.inspection import Inspection
     from pipeline.report.terminal import print_view
 
-    inspection = Inspection(paths, **options)
+    inspection = Inspection(paths, mix=dict(mix or ()), **options)
     if html:
         inspection.write_page(html)
     if as_json:
@@ -388,6 +377,7 @@ def plan(as_json: bool, **flags: Any) -> None:
     from pipeline.estimate.view import estimate_view
     from pipeline.report.terminal import print_view
 
+    flags = given(flags)
     options = record_options(flags)
     found = estimate_corpus(**options, **flags)
     if as_json:

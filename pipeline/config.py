@@ -1,26 +1,24 @@
 """What a build is asked to do.
 
 `RecordOptions` says how one source's records become documents; `BuildConfig` says everything else. Fields that change
-the bytes of the result go into the plan (see `build.py`); workers, engines and paths do not.
+the bytes of the result go into the plan (see `building/driver.py`); workers, engines and paths do not. The text beside
+a type is the help of the field's flag.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 from shards.errors import PackError
+from shards.settings import check_choices, set_path
 
 Kind = Literal["text", "chat", "instruction"]
-PACKER_NAMES = ("auto", "ffd", "bfd", "next-fit", "wrapped", "bucketed", "unpacked")
-OVERLONG = ("split", "truncate", "truncate-turns", "drop", "error")
-CHOICES = {
-    "kind": ("text", "chat", "instruction"),
-    "overlong": ("auto", *OVERLONG),
-    "truncate_side": ("right", "left"),
-    "text_unit": ("file", "line"),
-}
+Packer = Literal["auto", "ffd", "bfd", "next-fit", "wrapped", "bucketed", "unpacked"]
+PACKER_NAMES: tuple[str, ...] = get_args(Packer)
 MIB = 1 << 20
-MOST_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
+MAX_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,43 +27,34 @@ class RecordOptions:
 
     kind: Kind = "text"
     "What a record holds: plain text, a conversation, or a prompt with its completion."
-    text_field: str = "text"
-    "Field with the text (kind text); dots reach into nested objects."
-    messages_field: str = "messages"
-    "Field with the conversation (kind chat): role/content or from/value."
-    tools_field: str = "tools"
-    "Field with the tool schemas (kind chat), where a record has one."
-    prompt_field: str = "prompt"
-    "Field with the prompt (kind instruction): text or messages."
-    completion_field: str = "completion"
-    "Field with the completion (kind instruction): text or messages."
-    train_on: str = "auto"
-    "Which tokens are targets: auto, all, assistant, last-assistant, completion, or role names separated by commas."
-    chat_template: str | None = None
-    "Chat template text that replaces the tokenizer's own."
-    overlong: str = "auto"
-    "What happens to a document longer than seq_len: auto (text split, others drop) or one of OVERLONG."
-    truncate_side: Literal["right", "left"] = "right"
-    "The side that truncation cuts off."
-    keep_no_target: bool = False
-    "Keep documents without any target."
-    train_template_tokens: bool = False
-    "Train on tokens that the template itself inserts inside an answer."
-    parse_special: bool = False
-    "Read control tokens that stand in the corpus as control tokens instead of plain text."
-    add_eos: bool = True
-    "End each document with one EOS."
-    text_unit: Literal["file", "line"] = "file"
-    "What is one document in a plain text file."
-    format: str | None = None
-    "Format of the files, where their names do not tell."
+    text_field: Annotated[str, "Field with the text; dots reach into nested objects."] = "text"
+    messages_field: Annotated[str, "Field with a conversation (role/content or from/value)."] = "messages"
+    tools_field: Annotated[str, "Field with the tool schemas of a chat."] = "tools"
+    prompt_field: Annotated[str, "Field with the prompt of an instruction: text or messages."] = "prompt"
+    completion_field: Annotated[str, "Field with its completion: text or messages."] = "completion"
+    train_on: Annotated[
+        str, "Targets: auto, all, assistant, last-assistant, completion, or role names with commas."
+    ] = "auto"
+    chat_template: Annotated[str | None, "Jinja file instead of the tokenizer's template."] = None
+    "Text of the template; the command line reads it from a file."
+    overlong: Annotated[
+        Literal["auto", "split", "truncate", "truncate-turns", "drop", "error"],
+        "Documents longer than seq-len; auto splits text and drops the rest. Not for --packer wrapped.",
+    ] = "auto"
+    truncate_side: Annotated[Literal["right", "left"], "Side that truncation cuts off."] = "right"
+    keep_no_target: Annotated[bool, "Keep documents without any target."] = False
+    train_template_tokens: Annotated[bool, "Train on what a template inserts inside answers."] = False
+    parse_special: Annotated[bool, "Read control tokens in the corpus as such, not as text."] = False
+    add_eos: Annotated[bool, "One EOS after each document."] = True
+    text_unit: Annotated[Literal["file", "line"], "One document in a plain text file."] = "file"
+    format: Annotated[str | None, "Format of the files where their names do not tell, such as jsonl."] = None
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise PackError(f"{name}: {getattr(self, name)!r}; expected one of {', '.join(choices)}.")
+        if self.kind not in get_args(Kind):
+            raise PackError(f"`kind`: {self.kind!r}; expected one of {', '.join(get_args(Kind))}.")
+        check_choices(self)
         if self.kind == "text" and self.overlong == "truncate-turns":
-            raise PackError("--overlong truncate-turns: plain text has no turns. Use split, truncate, drop or error.")
+            raise PackError('`overlong="truncate-turns"`: plain text has no turns. Use split, truncate, drop or error.')
 
     @property
     def overlong_policy(self) -> str:
@@ -79,69 +68,70 @@ class RecordOptions:
 class BuildConfig:
     """One `pack build`."""
 
-    sources: tuple[str, ...]
-    "SOURCE arguments, each optionally NAME=SOURCE."
-    out: str
-    "Dataset directory, or an fsspec URL."
-    tokenizer: str
-    "Tokenizer directory or hub name."
-    seq_len: int
-    "Capacity of a pack, in tokens."
+    sources: str | Path | Sequence[str | Path]
+    "SOURCE arguments, each optionally NAME=SOURCE; one may stand alone."
+    out: Annotated[str | Path, "Dataset directory, or an fsspec URL."]
+    tokenizer: Annotated[str | Path, "Tokenizer directory or hub name."]
+    seq_len: Annotated[int, "Capacity of a pack, in tokens."]
     records: RecordOptions = field(default_factory=RecordOptions)
     "Options of every source that has none of its own."
-    source_records: dict[str, RecordOptions] = field(default_factory=dict)
+    source_records: Mapping[str, RecordOptions] = field(default_factory=dict)
     "Options by source name."
-    packer: str = "auto"
-    "A key of PACKERS."
-    max_segments: int | None = None
-    "Most segments in one pack; None for no limit."
-    seed: int = 0
-    "Seed of every random choice."
-    position_ids: bool = True
-    "Store position ids (2 bytes a token); the reader derives them otherwise."
-    window_bytes: int | None = None
-    "Raw bytes of corpus in one window; None chooses by corpus size."
-    workers: int = 1
-    "Processes that tokenize and pack."
-    engine: str = "local"
-    "Where windows run: local or ray."
-    tokenizer_engine: str = "auto"
-    "auto, tokenizers, fastokens or gigatoken."
-    resume: bool = False
-    "Continue an interrupted build of the same plan."
-    overwrite: bool = False
-    "Remove what the output directory holds first."
-    windows: str | None = None
-    "Run only windows i, i+n, i+2n … given as 'i::n'."
-    finalize: bool = False
-    "Run no window; commit the dataset from what is there."
-    on_error: Literal["fail", "skip"] = "fail"
-    "What happens at a bad record."
-    max_rejected: float = 0.01
-    "Share of bad records above which a build with on_error=skip stops."
+    packer: Annotated[
+        Packer, "How segments share packs; wrapped cuts documents where a row is full, conversations too, inside turns."
+    ] = "auto"
+    max_segments: Annotated[int | None, "Maximum number of segments in one pack. [default: no limit]"] = None
+    seed: Annotated[int, "Seed of every random choice."] = 0
+    position_ids: Annotated[bool, "Store position ids (2 bytes a token); the reader derives them otherwise."] = True
+    window_bytes: Annotated[int | None, "Corpus bytes in one window, such as 64MiB. [default: by corpus size]"] = None
+    workers: Annotated[int, "Processes that tokenize and pack."] = 1
+    engine: Annotated[Literal["local", "ray"], "Where windows run."] = "local"
+    tokenizer_engine: Annotated[
+        Literal["auto", "tokenizers", "fastokens", "gigatoken"],
+        "Engine; a fast one is checked against tokenizers all along.",
+    ] = "auto"
+    resume: Annotated[bool, "Continue an interrupted build."] = False
+    overwrite: Annotated[bool, "Remove an older dataset there first."] = False
+    windows: Annotated[str | None, "Only windows i, i+n, i+2n …, as i::n, for job arrays."] = None
+    finalize: Annotated[bool, "Run no window; commit what is there."] = False
+    on_error: Annotated[Literal["fail", "skip"], "At a bad record."] = "fail"
+    max_rejected: Annotated[float, "Share of bad records that stops a build with on-error skip."] = 0.01
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", self.source_arguments)
+        set_path(self, "out", "tokenizer")
+        check_choices(self)
+        if not self.sources:
+            raise PackError("`sources`: is empty; expected at least one SOURCE.")
         if not self.out:
-            raise PackError("--out: is empty; expected a directory or an fsspec URL. Check the quoted variable.")
-        if not 2 <= self.seq_len <= MOST_SEQ_LEN:
-            raise PackError(f"--seq-len: {self.seq_len:,}; expected 2 to {MOST_SEQ_LEN:,} tokens.")
-        if self.workers < 1:
-            raise PackError(f"--workers: {self.workers}; expected at least 1.")
-        if self.max_segments is not None and self.max_segments < 1:
-            raise PackError(f"--max-segments: {self.max_segments}; expected at least 1.")
+            raise PackError(
+                "`out`: is an empty string; expected a directory or an fsspec URL. Is a shell variable unset?"
+            )
+        if not 2 <= self.seq_len <= MAX_SEQ_LEN:
+            raise PackError(f"`seq_len`: {self.seq_len:,}; expected 2 to {MAX_SEQ_LEN:,} tokens.")
+        for name in ("workers", "max_segments"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PackError(f"`{name}`: {value}; expected at least 1.")
         if self.window_bytes is not None and self.window_bytes < 1:
-            raise PackError(f"--window-bytes: {self.window_bytes}; expected a positive size, such as 64MiB.")
+            raise PackError(f"`window_bytes`: {self.window_bytes}; expected a positive size, such as 64MiB.")
         if not 0 <= self.max_rejected <= 1:
-            raise PackError(f"--max-rejected: {self.max_rejected:g}; expected a share from 0 to 1, such as 0.01.")
+            raise PackError(f"`max_rejected`: {self.max_rejected:g}; expected a share from 0 to 1, such as 0.01.")
         if self.resume and self.overwrite:
-            raise PackError("--resume and --overwrite: choose one.")
+            raise PackError("`resume=True` and `overwrite=True`: choose one.")
         if self.overwrite and (self.windows or self.finalize):
             raise PackError(
-                "--overwrite: a part of a build would remove what other parts wrote; expected none with --windows or "
-                "--finalize. Remove the directory before the parts start."
+                "`overwrite=True`: a part of a build would remove what other parts wrote; expected none with `windows` "
+                "or `finalize=True`. Remove the directory before the parts start."
             )
         if self.windows is not None:
             self.window_range(0)
+
+    @property
+    def source_arguments(self) -> tuple[str, ...]:
+        """The SOURCE arguments, as text."""
+        sources = [self.sources] if isinstance(self.sources, (str, Path)) else self.sources
+        return tuple(map(str, sources))
 
     def window_range(self, number: int) -> range:
         """Return the windows to run, out of `number` planned ones.
@@ -153,5 +143,5 @@ class BuildConfig:
             return range(number)
         match = re.fullmatch(r"(\d+)::(\d+)", self.windows)
         if match is None or not 0 <= int(match[1]) < int(match[2]):
-            raise PackError(f"--windows: {self.windows!r}; expected i::n with 0 <= i < n, such as 3::16.")
+            raise PackError(f"`windows`: {self.windows!r}; expected i::n with 0 <= i < n, such as 3::16.")
         return range(int(match[1]), number, int(match[2]))

@@ -79,14 +79,13 @@ def refuse_idle(options: RecordOptions) -> None:
     Raises:
         PackError: A template or tools without messages, or a side to truncate where nothing is truncated.
     """
-    for name in ("chat_template", "tools_field", "train_template_tokens") if options.kind == "text" else ():
-        if getattr(options, name) != OPTIONS[name].default:
-            raise PackError(
-                f"--{name.replace('_', '-')}: plain text has no messages. Add --messages-field, or leave it out."
-            )
+    if options.kind == "text":
+        for name in ("chat_template", "tools_field", "train_template_tokens"):
+            if getattr(options, name) != OPTIONS[name].default:
+                raise PackError(f"`{name}`: plain text has no messages. Add `messages_field`, or leave it out.")
     if options.truncate_side == "left" and options.overlong not in ("truncate", "truncate-turns"):
         raise PackError(
-            f"--truncate-side left: --overlong {options.overlong} truncates nothing. Add --overlong truncate."
+            f'`truncate_side="left"`: `overlong="{options.overlong}"` truncates nothing. Add `overlong="truncate"`.'
         )
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import click
 
+from pipeline.cli import given, options_of
 from shards.errors import PackError
-from trainer.config import CHOICES, TrainConfig, flag
-
-DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
-HELP = {name: hint.__metadata__[0] for name, hint in get_type_hints(TrainConfig, include_extras=True).items()}
-LISTS = ("mix", "lora_targets")  # written with commas
-Command = Callable[..., Any]
+from trainer.bench.config import PRESETS, BenchConfig
+from trainer.config import TrainConfig
 
 
 def _wait_idly() -> None:
@@ -29,30 +25,9 @@ def _wait_idly() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _train_options(command: Command) -> Command:
-    for name, kind in reversed(get_type_hints(TrainConfig).items()):
-        default, (base, *_) = DEFAULTS[name], get_args(kind) or (kind,)  # int of int | None, str of tuple[str, ...]
-        if default is MISSING or name == "progress":
-            continue
-        shown: dict[str, Any] = {"help": HELP[name], "default": default, "type": base}
-        if kind is bool:
-            shown["is_flag"] = True
-        elif name in LISTS:
-            shown |= {"type": str, "default": ""}
-        elif name in CHOICES:
-            shown |= {"type": click.Choice(CHOICES[name]), "show_default": True}
-        else:
-            shown |= {"multiple": default == (), "show_default": default not in (None, ())}
-        command = click.option(flag(name), name, **shown)(command)
-    return command
-
-
 @click.command()
 @click.argument("dataset", type=click.Path())
-@click.option("--model", required=True, help=HELP["model"])
-@click.option("--out", required=True, type=click.Path(), help=HELP["out"])
-@_train_options
-@click.option("--progress/--no-progress", default=True, help=HELP["progress"])
+@options_of(TrainConfig, omit=("dataset",))
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def train(as_json: bool, **flags: Any) -> None:
     """Train a causal language model on a packed dataset.
@@ -62,9 +37,7 @@ def train(as_json: bool, **flags: Any) -> None:
       pack train data/corpus --model ./model --out runs/first --steps 1000 --lr 3e-4
       torchrun --no-python --nproc-per-node 8 pack train data/corpus --model ./model --out runs/first --shard full
     """
-    flags["mix"] = _parse_mix(flags["mix"])
-    flags["lora_targets"] = tuple(filter(None, flags["lora_targets"].split(",")))
-    config = TrainConfig(**flags)
+    config = TrainConfig(**given(flags))
     _wait_idly()
     from transformers.utils import logging
 
@@ -90,17 +63,6 @@ def train(as_json: bool, **flags: Any) -> None:
         click.echo(f"{steps}, loss {result.loss:.4f}{eval_loss}; model in {result.model_dir}")
 
 
-def _parse_mix(text: str) -> tuple[tuple[str, float], ...]:
-    pairs = []
-    for part in text.split(",") if text else ():
-        name, _, weight = part.partition("=")
-        try:
-            pairs.append((name.strip(), float(weight)))
-        except ValueError as error:
-            raise PackError(f"--mix: {part!r}; expected NAME=WEIGHT, such as web=0.7,code=0.3.") from error
-    return tuple(pairs)
-
-
 @click.command(name="check-model")
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -120,39 +82,13 @@ def check_model(ctx: click.Context, model: str, as_json: bool) -> None:
         ctx.exit(1)
 
 
-# the keys of STRATEGIES and PRESETS, which would import torch
-STRATEGY_NAMES = (
-    "padded-max", "padded-longest", "length-bucketed", "packed-dense", "packed-varlen", "hf-flattening", "trl-packed",
-)  # fmt: skip
-PRESET_NAMES = ("distilgpt2-wikitext2",)
-BENCH_OPTIONS: list[tuple[str, Any, str]] = [
-    ("model", str, "Model name, directory or config JSON. [default: the demo's small Llama]"),
-    ("tokenizer", str, "Tokenizer of a SOURCE. [default: the model's]"),
-    ("text_field", str, "Field of a SOURCE with the text. [default: text]"),
-    ("seq_len", int, "Capacity of a pack, in tokens, for a SOURCE. [default: 1024]"),
-    ("batch", int, "Documents in a padded micro-batch. [default: 16]"),
-    ("tokens_per_batch", int, "Most tokens of other micro-batches. [default: what --batch documents have on average]"),
-    ("steps", int, "Optimizer steps. [default: 10]"),
-    ("dtype", str, "bf16 or fp32. [default: bf16 on a GPU, else fp32]"),
-    ("device", str, "cuda, mps or cpu. [default: the best there is]"),
-    ("seed", int, "Seed of the choice of documents and of random weights. [default: 0]"),
-]
-
-
-def _bench_options(command: Command) -> Command:
-    for name, kind, text in reversed(BENCH_OPTIONS):
-        command = click.option(flag(name), name, type=kind, help=text)(command)
-    return command
-
-
 @click.command()
 @click.argument("data", required=False, metavar="[DATASET|SOURCE]")
-@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Settings of a well-known exercise.")
-@click.option("--strategies", help=f"Ways of feeding, with commas: {', '.join(STRATEGY_NAMES)}. [default: all]")
-@_bench_options
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="Settings of a well-known exercise.")
+@options_of(BenchConfig, omit=("data",))
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write a page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def bench(preset: str | None, strategies: str | None, html: str | None, as_json: bool, **flags: Any) -> None:
+def bench(preset: str | None, html: str | None, as_json: bool, **flags: Any) -> None:
     """Compare padding, buckets and packing on this machine.
 
     The same documents go through every way of feeding, from the same weights; the losses must agree. Without arguments
@@ -164,14 +100,12 @@ def bench(preset: str | None, strategies: str | None, html: str | None, as_json:
       pack bench --preset distilgpt2-wikitext2
     """
     _wait_idly()
-    from trainer.bench.run import PRESETS, BenchConfig, print_result, run_bench, write_result_page
+    from trainer.bench.run import print_result, run_bench, write_result_page
 
     if html and not Path(html).resolve().parent.is_dir():  # known before minutes of measuring
         raise PackError(f"--html {html}: there is no such directory. Create it, or choose another file.")
-    given = {name: value for name, value in flags.items() if value is not None}
-    if strategies is not None:
-        given["strategies"] = tuple(name.strip() for name in strategies.split(",") if name.strip())
-    result = run_bench(BenchConfig(**(PRESETS.get(preset or "", {}) | given)), lambda line: click.echo(line, err=True))
+    settings = PRESETS.get(preset or "", {}) | given(flags)
+    result = run_bench(BenchConfig(**settings), lambda line: click.echo(line, err=True))
     if as_json:
         click.echo(json.dumps(result))
     else:

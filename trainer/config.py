@@ -4,64 +4,67 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from shards.errors import PackError
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": ("cosine", "linear", "constant", "wsd"),
-    "dtype": ("bf16", "bf16-pure", "fp32"),
-    "liger": ("auto", "on", "off"),
-    "loss_weighting": ("token", "document"),
-    "order": ("shuffled", "cost-grouped"),
-    "last_step": ("drop", "pad"),
-    "shard": ("none", "full"),
-    "mix_by": ("tokens", "targets", "packs"),
-    "mix_stop": ("first", "longest"),
-}
+from shards.settings import check_choices, set_path
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One `pack train`; what is said of a field is the help of its flag."""
 
-    dataset: Annotated[str, "Dataset directory."]
-    model: Annotated[str, "Model name, directory, or config JSON (random weights)."]
-    out: Annotated[str, "Run directory."]
+    dataset: Annotated[str | Path, "Dataset directory."]
+    model: Annotated[str | Path, "Model name, directory, or config JSON (random weights)."]
+    out: Annotated[str | Path, "Run directory."]
     epochs: Annotated[float, "Passes over the dataset."] = 1.0
     steps: Annotated[int | None, "Optimizer steps, instead of --epochs."] = None
     tokens_per_batch: Annotated[int | None, "Tokens in a micro-batch on one device. [default: one pack]"] = None
     packs_per_step: Annotated[int | None, "Packs in a step over all devices. [default: one micro-batch on each]"] = None
     lr: Annotated[float, "Highest learning rate."] = 2e-5
     min_lr: Annotated[float, "Learning rate at the end."] = 0.0
-    schedule: Annotated[str, "Shape of the learning rate after warm-up; wsd is constant, then linear."] = "cosine"
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant", "wsd"],
+        "Shape of the learning rate after warm-up; wsd is constant, then linear.",
+    ] = "cosine"
     warmup_steps: Annotated[int, "Steps of linear warm-up."] = 0
     decay_steps: Annotated[int | None, "Steps of the final decay of wsd. [default: a fifth of the run]"] = None
     weight_decay: Annotated[float, "Weight decay of matrices; norms and biases have none."] = 0.1
     beta1: Annotated[float, "First beta of AdamW."] = 0.9
     beta2: Annotated[float, "Second beta of AdamW."] = 0.95
     clip: Annotated[float, "Largest gradient norm; 0 for no clipping."] = 1.0
-    dtype: Annotated[str, "bf16: fp32 weights, bf16 arithmetic; bf16-pure: bf16 weights too."] = "bf16"
+    dtype: Annotated[
+        Literal["bf16", "bf16-pure", "fp32"], "bf16: fp32 weights, bf16 arithmetic; bf16-pure: bf16 weights too."
+    ] = "bf16"
     attention: Annotated[str, "Attention backend: auto, flash-attn-4, flash-attn, torch or cpu."] = "auto"
     compile: Annotated[bool, "Compile each layer; batches then have one shape."] = False
-    liger: Annotated[str, "Fused kernels of liger-kernel; auto uses them where installed, on a GPU."] = "auto"
-    loss_weighting: Annotated[str, "What weighs the same: each target, or each document."] = "token"
+    liger: Annotated[
+        Literal["auto", "on", "off"], "Fused kernels of liger-kernel; auto uses them where installed, on a GPU."
+    ] = "auto"
+    loss_weighting: Annotated[Literal["token", "document"], "What weighs the same: each target, or each document."] = (
+        "token"
+    )
     z_loss: Annotated[float, "Weight of the squared log-partition term."] = 0.0
-    order: Annotated[str, "Order of packs; cost-grouped evens out many ranks."] = "shuffled"
-    last_step: Annotated[str, "Packs that do not fill an epoch's last step: leave out, or fill up."] = "drop"
+    order: Annotated[Literal["shuffled", "cost-grouped"], "Order of packs; cost-grouped evens out many ranks."] = (
+        "shuffled"
+    )
+    last_step: Annotated[
+        Literal["drop", "pad"], "Packs that do not fill an epoch's last step: leave out, or fill up."
+    ] = "drop"
     largest_first: Annotated[bool, "Begin with the costliest step: too large a batch fails at once."] = False
     mix: Annotated[tuple[tuple[str, float], ...], "Weights of named sources, such as web=0.7,code=0.3."] = ()
-    mix_by: Annotated[str, "What the weights of --mix count."] = "tokens"
-    mix_stop: Annotated[str, "Source whose end is a mixed epoch's end."] = "first"
+    mix_by: Annotated[Literal["tokens", "targets", "packs"], "What the weights of --mix count."] = "tokens"
+    mix_stop: Annotated[Literal["first", "longest"], "Source whose end is a mixed epoch's end."] = "first"
     freeze: Annotated[tuple[str, ...], "Parameters left as they are, such as 'model.embed*'; repeatable."] = ()
     lora_rank: Annotated[int, "Rank of LoRA adapters; 0 trains the model itself."] = 0
     lora_alpha: Annotated[int | None, "LoRA scale. [default: twice the rank]"] = None
     lora_targets: Annotated[tuple[str, ...], "Modules with adapters, with commas. [default: all linear but head]"] = ()
     activation_checkpointing: Annotated[bool, "Recompute layers in backward to save memory."] = False
-    shard: Annotated[str, "Weights on each device: all (none) or a slice (full)."] = "none"
+    shard: Annotated[Literal["none", "full"], "Weights on each device: all (none) or a slice (full)."] = "none"
     save_every: Annotated[int | None, "Steps between checkpoints. [default: only at the end]"] = None
     keep: Annotated[int, "Checkpoints kept beside the best one."] = 2
-    eval: Annotated[str | None, "Held-out dataset directory."] = None
+    eval: Annotated[str | Path | None, "Held-out dataset directory."] = None
     eval_every: Annotated[int | None, "Steps between evaluations. [default: only at the end]"] = None
     log_every: Annotated[int, "Steps between lines of metrics."] = 10
     seed: Annotated[int, "Seed of order, first weights and dropout."] = 0
@@ -74,9 +77,8 @@ class TrainConfig:
     progress: Annotated[bool, "Progress on stderr: a live line, or lines where it is no terminal."] = True
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise PackError(f"{flag(name)}: {getattr(self, name)!r}; expected one of {', '.join(allowed)}.")
+        set_path(self, "dataset", "model", "out", "eval")
+        check_choices(self)
         for name in (
             "steps", "tokens_per_batch", "packs_per_step", "decay_steps",
             "save_every", "eval_every", "log_every", "keep",

@@ -267,7 +267,8 @@ def _hide_bars() -> None:
 
 def compare(dataset: Path, model: Path) -> None:
     """Print what padding, buckets and packing make of the same documents."""
-    from trainer.bench.run import BenchConfig, run_bench
+    from trainer.bench.config import BenchConfig
+    from trainer.bench.run import run_bench
 
     strategies = ("padded-longest", "length-bucketed", "packed-varlen")
     config = BenchConfig(data=str(dataset), model=str(model), steps=2, batch=8, strategies=strategies)

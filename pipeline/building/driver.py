@@ -69,7 +69,8 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     progress = progress or Progress()
     begin = time.time()
     _refuse_idle_policy(config)
-    sources = resolve_sources(config.sources, config.records, config.source_records)
+    out = str(config.out)
+    sources = resolve_sources(config.source_arguments, config.records, config.source_records)
     for source in sources:
         if source.skipped:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(source.skipped.items()))
@@ -84,22 +85,19 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     windows, part_bytes = cut_windows(sources, config.window_bytes)
     if config.engine == "local" and config.workers > 1 and (streamed or len(windows) > 1):
         start_server()
-    spec, files = load_spec(config.tokenizer)
+    spec, files = load_spec(str(config.tokenizer))
     for source in sources:
         check_options(source.options, spec)
     trained = with_trained_template(files, [source.options for source in sources])
     if trained is not files:
-        spec, files = spec_from_files(trained, config.tokenizer), trained
+        spec, files = spec_from_files(trained, str(config.tokenizer)), trained
     plan = make_plan(config, sources, spec.as_plan(), windows, part_bytes)
-    job = Job(plan, plan_id(plan), sources, config.out, files, config.tokenizer_engine, config.on_error)
+    job = Job(plan, plan_id(plan), sources, out, files, config.tokenizer_engine, config.on_error)
     try:
-        return _build(job, config, open_store(config.out), progress, begin)
+        return _build(job, config, open_store(out), progress, begin)
     except io_errors() as error:
         # another build of this plan that ends first clears the unpublished files of all
-        if (
-            isinstance(error, FileNotFoundError)
-            and (finished := finished_dataset(open_store(config.out), job)) is not None
-        ):
+        if isinstance(error, FileNotFoundError) and (finished := finished_dataset(open_store(out), job)) is not None:
             return finished
         number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
         if number == errno.ENOTDIR:
@@ -162,15 +160,13 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
 
 def _refuse_idle_policy(config: BuildConfig) -> None:
     """Refuse a policy for over-long documents beside a packer that has its own."""
-    if config.packer not in PACKERS:
-        raise PackError(f"--packer: {config.packer!r}; expected one of {', '.join(PACKERS)}.")
     if PACKERS[config.packer].cut_policy is None:
         return
     for options in (config.records, *config.source_records.values()):
         if options.overlong not in ("auto", "split"):
             raise PackError(
-                f"--overlong {options.overlong}: --packer {config.packer} cuts every document where a row is full; "
-                "expected auto or split. Omit --overlong, or choose another --packer."
+                f'`overlong="{options.overlong}"`: `packer="{config.packer}"` cuts every document where a row is full; '
+                "expected auto or split. Omit `overlong`, or choose another `packer`."
             )
 
 

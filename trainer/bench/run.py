@@ -23,7 +23,8 @@ from pipeline.sources.discovery import resolve_sources
 from shards import Dataset, PackError
 from shards.reader import Pack
 from trainer.bench.compare import COMPUTED, run_comparison
-from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, check_names, split_pack
+from trainer.bench.config import BenchConfig
+from trainer.bench.strategies import Sizes, StepPacks, check_names, split_pack
 from trainer.bench.view import print_result as print_result
 from trainer.bench.view import write_result_page as write_result_page
 from trainer.demo import prepare, write_model_config
@@ -32,50 +33,7 @@ from trainer.model.loading import check_segments, check_vocabulary, load_model
 VERSION = 1
 STEP_BATCHES = 3  # padded batches in a step
 POOL, POOL_PACKS = 4, 256  # times the documents that are used, and packs, that are chosen from
-WIKITEXT = "hf:Salesforce/wikitext/wikitext-2-raw-v1"
-PRESETS: dict[str, dict[str, Any]] = {
-    "distilgpt2-wikitext2": {"data": WIKITEXT, "model": "distilbert/distilgpt2", "seq_len": 512, "batch": 8},
-}
 Result = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig:
-    """One `pack bench`."""
-
-    data: str | None = None
-    "Dataset directory, or a SOURCE of text; None for the demo's corpus."
-    model: str | None = None
-    "Model name, directory or config JSON; None for the demo's model."
-    tokenizer: str | None = None
-    "Tokenizer of a SOURCE; None for the model's."
-    text_field: str = "text"
-    "Field of a SOURCE with the text."
-    seq_len: int | None = None
-    "Capacity of a pack, in tokens, for a SOURCE; None for 1024. A dataset has its own."
-    batch: int = 16
-    "Documents in a padded micro-batch."
-    tokens_per_batch: int | None = None
-    "Most tokens of any other micro-batch; None for as many as `batch` documents have on average."
-    steps: int = 10
-    "Optimizer steps, each of as many packs as fill one micro-batch."
-    strategies: tuple[str, ...] = tuple(STRATEGIES)
-    "Keys of STRATEGIES."
-    dtype: str | None = None
-    "bf16 (autocast, fp32 weights) or fp32; None for bf16 on a GPU, fp32 elsewhere."
-    device: str | None = None
-    "cuda, mps or cpu; None for the best there is."
-    seed: int = 0
-    "Seed of the choice of packs, their order and random weights."
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "steps", "tokens_per_batch", "seq_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PackError(f"--{name.replace('_', '-')}: {value}; expected at least 1.")
-        if self.dtype not in (None, *COMPUTED):
-            raise PackError(f"--dtype: {self.dtype!r}; expected one of {', '.join(COMPUTED)}.")
-        check_names(self.strategies)
 
 
 @dataclass(frozen=True)
@@ -102,11 +60,12 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
     Raises:
         PackError: Data, model and settings do not fit.
     """
+    check_names(config.strategies)
     device = _device(config.device)
     dtype = config.dtype or ("bf16" if device.type == "cuda" else "fp32")
     with tempfile.TemporaryDirectory(prefix="shardpack-bench-") as folder:
         corpus = _corpus(config, Path(folder), tell)
-        model = config.model or _default_model(Path(folder), corpus)
+        model = str(config.model or _default_model(Path(folder), corpus))
         torch.manual_seed(config.seed)
         loaded = load_model(model, compute_dtype=COMPUTED[dtype], device=device, packed=False)
     sizes = _sizes(config, corpus)
@@ -137,14 +96,13 @@ def _corpus(config: BenchConfig, folder: Path, tell: Callable[[str], None]) -> C
             raise PackError(f"--seq-len: {config.data} is a dataset and has its own. Leave the flag out.")
         return of_dataset(Dataset(config.data), config)
     if config.data:
-        if not config.data.startswith("hf:"):  # nothing is fetched before it is known that a tokenizer is there
-            resolve_sources((config.data,), RecordOptions(text_field=config.text_field))
-        tokenizer = config.tokenizer or config.model
-        if tokenizer is None or (config.tokenizer is None and tokenizer.endswith(".json")):
-            raise PackError(
-                f"{config.data}: is no dataset, so its text needs a tokenizer. Add --tokenizer NAME_OR_DIR."
-            )
-        return of_source((config.data,), tokenizer, config)
+        source = str(config.data)
+        if not source.startswith("hf:"):  # nothing is fetched before it is known that a tokenizer is there
+            resolve_sources((source,), RecordOptions(text_field=config.text_field))
+        tokenizer = str(config.tokenizer or config.model or "")
+        if not tokenizer or (config.tokenizer is None and tokenizer.endswith(".json")):
+            raise PackError(f"{source}: is no dataset, so its text needs a tokenizer. Add --tokenizer NAME_OR_DIR.")
+        return of_source((source,), tokenizer, config)
     tell("making the demo's corpus and tokenizer …")
     files, made = prepare(folder)
     return of_source(tuple(map(str, files)), str(made), config)

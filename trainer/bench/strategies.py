@@ -270,7 +270,7 @@ def check_names(names: Sequence[str]) -> None:
     wrong = [name for name in names if name not in STRATEGIES]
     if wrong or not names:
         found = repr(wrong[0]) if wrong else "none"
-        raise PackError(f"--strategies: {found}; expected some of {', '.join(STRATEGIES)}.")
+        raise PackError(f"`strategies`: {found}; expected some of {', '.join(STRATEGIES)}.")
 
 
 def make_strategies(

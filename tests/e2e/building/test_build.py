@@ -507,7 +507,9 @@ def test_wrapped_refuses_a_policy_for_long_documents_that_it_would_not_heed(tmp_
     (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "assistant", "content": "one two"}]}\n' * 9)
     chat = RecordOptions(kind="chat", overlong=policy)
     for options in ({"records": chat}, {"source_records": {"corpus": chat}}):
-        with pytest.raises(PackError, match=rf"--overlong {policy}: --packer wrapped cuts every document where a row"):
+        with pytest.raises(
+            PackError, match=rf'`overlong="{policy}"`: `packer="wrapped"` cuts every document where a row'
+        ):
             build(config(tmp_path / "c.jsonl", tokenizer_dir, tmp_path / "out", packer="wrapped", **options))
     assert not (tmp_path / "out").exists()
     for allowed in ("auto", "split"):
@@ -545,7 +547,7 @@ def test_an_empty_out_or_source_is_named(tmp_path, tokenizer_dir, monkeypatch):
     flags = ["--tokenizer", tokenizer_dir, "--seq-len", "9", "--workers", "1"]
     no_out = run("build", "c.jsonl", *flags, "--out", "")
     assert no_out.stderr == (
-        "Error: --out: is empty; expected a directory or an fsspec URL. Check the quoted variable.\n"
+        "Error: --out: is an empty string; expected a directory or an fsspec URL. Is a shell variable unset?\n"
     )
     no_source = run("build", "c.jsonl", "", *flags, "--out", "o")
     assert no_source.stderr == (

@@ -288,5 +288,5 @@ def test_with_packing_off_every_document_has_a_row_and_pads_weigh_nothing(build_
     }
     assert weights == {11: [1, 1, 0, 0], 21: [1, 0, 0, 0]}
     assert [row["input_ids"].tolist() for row in build_words([A, B], 4, "unpacked", packer="unpacked")] == [A, B]
-    with pytest.raises(PackError, match="--max-segments: 0; expected at least 1"):
+    with pytest.raises(PackError, match="`max_segments`: 0; expected at least 1"):
         build_words([A, B], 4, "off", max_segments=0)

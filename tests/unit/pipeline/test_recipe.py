@@ -49,9 +49,9 @@ def test_a_template_may_be_a_file(tmp_path):
         ("[sources.a", "is not TOML"),
         ("[sources.a]\nfoo = 1", r"source 'a': unknown option 'foo'; expected one of kind, text_field"),
         ("[sources.a]\nadd_eos = 'no'", "source 'a': add_eos is 'no'; expected true or false"),
-        ("[sources.a]\ntext_unit = 'word'", "source 'a': text_unit: 'word'; expected one of file, line"),
-        ("[sources.a]\nkind = 'prose'", "source 'a': kind: 'prose'; expected one of text, chat, instruction"),
-        ("[sources.a]\ntruncate_side = 'top'", "source 'a': truncate_side: 'top'; expected one of right, left"),
+        ("[sources.a]\ntext_unit = 'word'", "source 'a': `text_unit`: 'word'; expected one of file, line"),
+        ("[sources.a]\nkind = 'prose'", "source 'a': `kind`: 'prose'; expected one of text, chat, instruction"),
+        ("[sources.a]\ntruncate_side = 'top'", "source 'a': `truncate_side`: 'top'; expected one of right, left"),
         ("[sources.a]\nchat_template = 'none.jinja'", r"chat_template none\.jinja: cannot be read"),
         ("[sources.a]\ntext_field = 'a'\nprompt_field = 'b'", "prompt_field and text_field belong to"),
     ],
@@ -71,11 +71,11 @@ def test_a_template_that_is_no_text_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chat_template": "{{ messages }}"}, "--chat-template: plain text has no messages. Add --messages-field"),
-        ({"tools_field": "functions"}, "--tools-field: plain text has no messages"),
-        ({"train_template_tokens": True}, "--train-template-tokens: plain text has no messages"),
-        ({"truncate_side": "left"}, "--truncate-side left: --overlong auto truncates nothing"),
-        ({"kind": "chat", "truncate_side": "left", "overlong": "drop"}, "--overlong drop truncates nothing"),
+        ({"chat_template": "{{ messages }}"}, "`chat_template`: plain text has no messages. Add `messages_field`"),
+        ({"tools_field": "functions"}, "`tools_field`: plain text has no messages"),
+        ({"train_template_tokens": True}, "`train_template_tokens`: plain text has no messages"),
+        ({"truncate_side": "left"}, '`truncate_side="left"`: `overlong="auto"` truncates nothing'),
+        ({"kind": "chat", "truncate_side": "left", "overlong": "drop"}, '`overlong="drop"` truncates nothing'),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(options, message):

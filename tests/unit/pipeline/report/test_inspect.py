@@ -99,8 +99,10 @@ def test_datasets_and_runs_do_not_mix(dataset, tmp_path):
     assert (done.exit_code, done.output.count("\n")) == (1, 1)
 
 
-def test_a_bad_mix_is_a_usage_error(dataset):
-    assert run(dataset, "--mix", "web").exit_code == 2
+def test_a_bad_mix_is_one_line(dataset):
+    result = run(dataset, "--mix", "web")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: --mix: 'web'; expected NAME=WEIGHT, such as web=0.7,code=0.3.\n"
     assert run(dataset, "--mix", "other=1").exit_code == 1
 
 

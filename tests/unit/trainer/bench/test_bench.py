@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shards import PackError
 from trainer.bench import strategies
 from trainer.bench import timing as measuring
-from trainer.bench.run import PRESETS, BenchConfig, run_bench
+from trainer.bench.config import STRATEGY_NAMES, BenchConfig
+from trainer.bench.run import run_bench
 from trainer.bench.strategies import STRATEGIES, BufferedStrategy, MicroBatch, Shape, cut_padded_longest
 from trainer.bench.view import figures_table, make_page, print_result, remarks
-from trainer.cli import PRESET_NAMES, STRATEGY_NAMES
 
 NUM_DOCUMENTS, BATCH, STEPS = 60, 4, 5  # a step holds 3 padded batches: together all documents
 OURS = ("padded-max", "padded-longest", "length-bucketed", "packed-dense", "packed-varlen")
@@ -194,16 +194,15 @@ def test_a_learned_position_table_sets_the_limit(corpus, tmp_path):
 
 def test_the_command_line_names_what_there_is():
     assert tuple(STRATEGIES) == STRATEGY_NAMES
-    assert tuple(PRESETS) == PRESET_NAMES
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch": 0}, "--batch: 0; expected at least 1"),
-        ({"strategies": ("padded", "packed-varlen")}, "--strategies: 'padded'; expected some of padded-max"),
-        ({"strategies": ()}, "--strategies: none"),
-        ({"dtype": "fp8"}, "--dtype: 'fp8'"),
+        ({"batch": 0}, "`batch`: 0; expected at least 1"),
+        ({"strategies": ("padded", "packed-varlen")}, "`strategies`: 'padded'; expected some of padded-max"),
+        ({"strategies": ()}, "`strategies`: none"),
+        ({"dtype": "fp8"}, "`dtype`: 'fp8'"),
         ({"device": "tpu"}, "--device tpu: this torch sees no such device; it sees"),
         ({"seq_len": 64}, "is a dataset and has its own"),
         ({"tokens_per_batch": 20}, "--tokens-per-batch: 20; expected at least one pack of 48 tokens"),
