@@ -1,11 +1,12 @@
 """Checkpoints: written beside, sealed, renamed; the newest intact one is found again.
 
-    checkpoints/step-00000100/   tensors (torch.distributed.checkpoint), rng-<rank>.pt, checkpoint.json written last
+    checkpoints/step-00000100/   state-<rank>.safetensors (slices), rng-<rank>.json, checkpoint.json written last
     checkpoints/best             link to the step with the lowest evaluation loss
 
 The state is copied to host memory before `save` returns, so the optimizer may move on while a thread writes. A name
 without `_tmp-` is complete: `checkpoint.json` holds size and hash of every file, the rename is last. What does not
 match its hashes is skipped with a message. Only trained parameters are kept; frozen ones come from the model itself.
+Nothing is pickled: a checkpoint is numbers and JSON, so reading one that somebody sent runs no code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from shards.errors import PackError
+from shards.errors import PackError, reason_of
 from trainer.distributed import World
+from trainer.slices import SliceReader, stage, write
 
-VERSION = 1
+VERSION = 2
+SEAL = "checkpoint.json"
 
 
 class Checkpoints:
@@ -44,9 +44,6 @@ class Checkpoints:
 
     def __init__(self, root: Path, keep: int, world: World) -> None:
         self.root, self.keep, self.world = root, keep, world
-        self._alone = world.size == 1
-        if self._alone:  # said at every save and load, though we ask for it
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
@@ -68,15 +65,18 @@ class Checkpoints:
                 shutil.rmtree(stale)
             temporary.mkdir(parents=True)
         self._barrier()
-        torch.save(_rng_state(self.world.device), temporary / f"rng-{self.world.rank}.pt")
-        written = async_save(
-            _tensors(model, optimizer), checkpoint_id=temporary, process_group=self._group, no_dist=self._alone
-        )
+        staged = stage(_tensors(model, optimizer), self.world.rank, self.world.size)
+        (temporary / f"rng-{self.world.rank}.json").write_text(json.dumps(_rng_state(self.world.device)))
         content = {"version": VERSION, "step": step, "world_size": self.world.size, "facts": facts}
 
         def finish() -> None:
-            written.result()  # type: ignore[union-attr]  # a Future, since no stager of our own is passed
-            if self.world.is_main:  # its part of the write ends after everybody else's
+            fault = None
+            try:
+                write(staged, temporary / f"state-{self.world.rank}.safetensors")
+            except (OSError, SafetensorError) as error:
+                fault = error.strerror if isinstance(error, OSError) and error.strerror else reason_of(error)
+            self._agree(fault)
+            if self.world.is_main:
                 self._publish(temporary, final, content, best)
 
         self._pending = self._thread.submit(finish)
@@ -91,10 +91,10 @@ class Checkpoints:
         try:
             if pending is not None:
                 pending.result()
-        except (OSError, CheckpointException) as error:
+        except OSError as error:
             raise PackError(
-                f"{self.root}: cannot write a checkpoint ({_reason(error)}); expected room and the right to write. "
-                "Earlier checkpoints are intact: make room, then run again with `resume`."
+                f"{self.root}: cannot write a checkpoint ({error.strerror or error}); expected room and the right to "
+                "write. Earlier checkpoints are intact: make room, then run again with `resume`."
             ) from error
 
     def close(self) -> None:
@@ -114,19 +114,38 @@ class Checkpoints:
 
     def facts(self, path: Path) -> dict[str, Any]:
         """Return the facts that a checkpoint was saved with."""
-        facts: dict[str, Any] = json.loads((path / "checkpoint.json").read_text())["facts"]
+        facts: dict[str, Any] = json.loads((path / SEAL).read_text())["facts"]
         return facts
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load a checkpoint into model, optimizer and this process's random state.
 
         Processes that the saving run did not have keep their own random state.
+
+        Raises:
+            PackError: It holds other tensors than the model and the optimizer.
         """
         _allocate(optimizer)
-        load(_tensors(model, optimizer), checkpoint_id=path, process_group=self._group, no_dist=self._alone)
-        rng = path / f"rng-{self.world.rank}.pt"
+        reader = SliceReader(sorted(path.glob("state-*.safetensors")))
+        with torch.no_grad():
+            for name, tensor in _tensors(model, optimizer).items():
+                reader.read_into(name, tensor)
+        rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():
-            _set_rng_state(torch.load(rng, weights_only=True), self.world.device)
+            _set_rng_state(json.loads(rng.read_text()), self.world.device)
+
+    def _agree(self, fault: str | None) -> None:
+        """Wait until every process has written its part.
+
+        Raises:
+            OSError: One of them could not.
+        """
+        faults: list[str | None] = [fault]
+        if self._group is not None:
+            faults = [None] * self.world.size
+            dist.all_gather_object(faults, fault, group=self._group)
+        if found := [each for each in faults if each is not None]:
+            raise OSError(None, found[0])
 
     def _publish(self, temporary: Path, final: Path, content: dict[str, Any], best: bool) -> None:
         content["files"] = {
@@ -134,7 +153,7 @@ class Checkpoints:
         }
         for path in temporary.iterdir():
             _sync(path)
-        seal = temporary / "checkpoint.json"
+        seal = temporary / SEAL
         seal.write_text(json.dumps(content, indent=1))
         _sync(seal)
         _sync(temporary)
@@ -156,28 +175,31 @@ class Checkpoints:
 
     def _is_intact(self, path: Path) -> bool:
         try:
-            content = json.loads((path / "checkpoint.json").read_text())
+            content = json.loads((path / SEAL).read_text())
             if content["version"] != VERSION:
-                raise PackError(f"{path}: found version {content['version']}, this program reads {VERSION}.")
-            for name, (size, digest) in content["files"].items():
+                pickled = "; the first version holds pickles, which can run code as they are read"
+                raise PackError(
+                    f"{path}: is a checkpoint of version {content['version']}; expected {VERSION}"
+                    f"{pickled if content['version'] == 1 else ''}. Start again "
+                    "with another `out`, from the model that this run exported."
+                )
+            files = content["files"]
+            if strangers := {file.name for file in path.iterdir()} - {SEAL, *files}:
+                print(f"{path}: holds {min(strangers)}, a stranger; this checkpoint is skipped", file=sys.stderr)
+                return False
+            for name, (size, digest) in files.items():
                 file = path / name
                 if not file.exists() or file.stat().st_size != size or _hash(file) != digest:
                     print(f"{file}: does not match its checksum; this checkpoint is skipped", file=sys.stderr)
                     return False
-        except (OSError, ValueError, KeyError, TypeError):
-            print(f"{path}: has no readable checkpoint.json; this checkpoint is skipped", file=sys.stderr)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            print(f"{path}: has no readable {SEAL}; this checkpoint is skipped", file=sys.stderr)
             return False
         return True
 
     def _barrier(self) -> None:
         if self._group is not None:
             dist.barrier(group=self._group)
-
-
-def _reason(error: OSError | CheckpointException) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return "; ".join(str(cause[0]) for cause in error.failures.values())
 
 
 def _name(step: int) -> str:
@@ -194,27 +216,31 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 
 
 def _allocate(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW the state it would have after its first step, for a checkpoint to be loaded into."""
+    """Give an optimizer the state that it has after a step, by one that moves nothing, to be loaded into."""
+    rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
+        group["lr"] = 0.0
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
-def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
+def _rng_state(device: torch.device) -> dict[str, str]:
+    """Return the state of this process's generators, as hexadecimal bytes."""
+    states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: state.numpy().tobytes().hex() for name, state in states.items()}
 
 
-def _set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+def _set_rng_state(saved: dict[str, str], device: torch.device) -> None:
+    states = {name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for name, text in saved.items()}
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _hash(path: Path) -> str:

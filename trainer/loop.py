@@ -96,7 +96,7 @@ def optimize(run: Run) -> None:
                 run.due(config.save_every),
                 run.eval_dataset is not None and run.due(config.eval_every),
             )
-            if log_now or save_now or evaluate_now or run.world.device.type == "cpu":
+            if log_now or save_now or evaluate_now or interrupt.asked or run.world.device.type == "cpu":
                 stop_if_not_finite(run)  # reading from a GPU waits for it, so not at every step there
             if log_now:
                 log(run, interval, norm, rate)

@@ -117,19 +117,23 @@ def find_resume_point(config: TrainConfig, checkpoints: Checkpoints) -> ResumePo
         _refuse_lost(Path(config.out))
         return ResumePoint()
     facts = checkpoints.facts(path)
+    try:
+        point = ResumePoint(
+            checkpoint=path,
+            step=int(facts["step"]),
+            loss=float(facts["loss"]),
+            best=float(facts["best"]),
+            eval_loss=None if facts["eval_loss"] is None else float(facts["eval_loss"]),
+            loader_state={**facts["loader"], "packs_per_step": int(facts["loader"]["packs_per_step"])},
+            settings={**facts["config"]},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PackError(f"{path}: its facts are not those of a run ({error}). Delete it, or restore it.") from error
     for name in FIXED_ON_RESUME:
-        before, now = facts["config"][name], config.to_dict()[name]
+        before, now = point.settings.get(name), config.to_dict()[name]
         if json.dumps(before) != json.dumps(now):
             raise PackError(f"{path}: was saved with `{name}` {before!r}, this run has {now!r}. Resume with the same.")
-    return ResumePoint(
-        checkpoint=path,
-        step=facts["step"],
-        loss=facts["loss"],
-        best=facts["best"],
-        eval_loss=facts["eval_loss"],
-        loader_state=facts["loader"],
-        settings=facts["config"],
-    )
+    return point
 
 
 def _refuse_lost(out: Path) -> None:

@@ -1,12 +1,18 @@
 """Checkpoints: which are kept, which are skipped, and what a full disk leaves."""
 
 import errno
+import json
+import pickle
+from pathlib import Path
 
 import pytest
+import torch
+import xxhash
 
 import trainer.checkpoint
 import trainer.loop
 from shards import PackError
+from trainer.slices import stage
 
 
 def test_the_last_checkpoints_and_the_best_are_kept(run, dataset, tmp_path):
@@ -25,7 +31,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(run, tmp_path, damage, c
     _, whole = run("whole", schedule="constant")
     run("hurt", steps=3, save_every=1, schedule="constant")
     newest = tmp_path / "hurt" / "checkpoints" / "step-00000003"
-    file = next(newest.glob("*.distcp")) if damage != "seal" else newest / "checkpoint.json"
+    file = next(newest.glob("*.safetensors")) if damage != "seal" else newest / "checkpoint.json"
     content = bytearray(file.read_bytes())
     if damage == "flip":
         content[len(content) // 2] ^= 1
@@ -51,3 +57,63 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_is_whole(run, mon
     monkeypatch.undo()
     _, lines = run("full", resume=True, save_every=1)
     assert lines.column("loss") == run("whole")[1].column("loss")
+
+
+class Trap:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.marker,))
+
+
+def test_no_file_of_a_checkpoint_is_ever_unpickled(run, tmp_path):
+    """Whatever a checkpoint holds, also with hashes that fit: reading it runs no code."""
+    run(steps=2)
+    folder, marker = tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "marker"
+    seal = json.loads((folder / "checkpoint.json").read_text())
+    assert len(seal["files"]) >= 2
+    for name in [*seal["files"], ".metadata", "rng-0.pt"]:
+        content = pickle.dumps(Trap(marker))
+        (folder / name).write_bytes(content)
+        seal["files"][name] = [len(content), xxhash.xxh3_128(content).hexdigest()]
+    (folder / "checkpoint.json").write_text(json.dumps(seal))
+    with pytest.raises((PackError, ValueError)):
+        run(resume=True)
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(Trap(marker)))  # the trap works
+    assert marker.exists()
+
+
+def test_a_checkpoint_of_the_first_version_is_refused_with_the_reason(run, tmp_path):
+    run(steps=2)
+    seal = tmp_path / "run" / "checkpoints" / "step-00000002" / "checkpoint.json"
+    seal.write_text(json.dumps(json.loads(seal.read_text()) | {"version": 1}))
+    with pytest.raises(PackError, match=r"version 1; expected 2; the first version holds pickles, which can run code"):
+        run(resume=True)
+
+
+def test_a_checkpoint_with_a_file_that_no_save_wrote_is_skipped(run, tmp_path, capsys):
+    run(steps=3, save_every=1)
+    (tmp_path / "run" / "checkpoints" / "step-00000003" / "state-9.safetensors").write_bytes(b"")
+    _, lines = run(resume=True, steps=3, save_every=1)
+    assert "step-00000003: holds state-9.safetensors, a stranger; this checkpoint is skipped" in capsys.readouterr().err
+    assert lines.column("step") == [1, 2, 3]
+
+
+def test_processes_share_out_what_all_of_them_hold():
+    tensors = {str(number): torch.full((3,), float(number)) for number in range(7)}
+    parts = [stage(tensors, rank, 3).tensors for rank in range(3)]
+    assert sorted(name for part in parts for name in part) == sorted(tensors)
+    assert {len(part) for part in parts} == {2, 3}
+
+
+@pytest.mark.parametrize("facts", [{}, {"step": "x"}, [], None])
+def test_a_checkpoint_whose_facts_are_not_a_runs_is_one_line(run, tmp_path, facts):
+    run(steps=2)
+    seal = tmp_path / "run" / "checkpoints" / "step-00000002" / "checkpoint.json"
+    seal.write_text(json.dumps(json.loads(seal.read_text()) | {"facts": facts}))
+    with pytest.raises(PackError, match="its facts are not those of a run"):
+        run(resume=True)
