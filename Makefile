@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs bench peers constraints clean
+.PHONY: help demo test test-all rehearsal lint docs bench peers constraints clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -26,6 +26,10 @@ test: .venv/.dev ## Run the tests, the long loops at a reduced count
 
 test-all: .venv/.dev ## Run every test that this machine can run
 	$(PYTEST) -n $(TEST_WORKERS)
+
+rehearsal: .venv/.dev ## Run the CUDA path without a GPU, against the signatures of the kernels' own wheels
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .rehearsal flash-attn-4==4.0.0b36 liger-kernel
+	$(PYTEST) tests/rehearsal
 
 lint: .venv/.dev ## Check style, types and the generated docs
 	$(BIN)/ruff check .
@@ -47,7 +51,7 @@ constraints: .venv/.dev ## Pin what .venv holds now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > constraints.txt
 
 clean: ## Remove .venv, caches and what the demo made
-	rm -rf .venv .peers demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .rehearsal demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
