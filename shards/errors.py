@@ -4,10 +4,6 @@ Every message reads `where: what, with the value; what was expected. What to do.
 prints it as it is and exits with code 1. Any other exception is a bug and keeps its traceback.
 """
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class PackError(Exception):
     """Root of every error that the user can fix."""
@@ -71,15 +67,3 @@ def counted(number: int, noun: str) -> str:
 def reason_of(error: BaseException) -> str:
     """Return the first line of what a library says, fit for the middle of a sentence."""
     return str(error).strip().partition("\n")[0].rstrip(" .:") or type(error).__name__
-
-
-@contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Keep the lines of the hub's client about each retry off the terminal: our one error says what was tried."""
-    logger = logging.getLogger("huggingface_hub")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

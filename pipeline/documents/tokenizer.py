@@ -17,7 +17,8 @@ from typing import Any
 
 import orjson
 
-from shards.errors import TokenizerError, quiet_hub, reason_of
+from shards.errors import TokenizerError, reason_of
+from shards.quiet import quiet
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -313,7 +314,7 @@ def _download(name: str) -> dict[str, bytes]:
     files = {}
     for file in (*FILES, MODEL):
         try:
-            with quiet_hub():
+            with quiet():
                 files[file] = Path(hf_hub_download(name, file)).read_bytes()
         except LocalEntryNotFoundError as error:  # no network and not in the cache
             if file == JSON:
@@ -340,7 +341,7 @@ def _convert(name: str) -> dict[str, bytes]:
     from transformers import AutoTokenizer
 
     try:
-        with quiet_hub():
+        with quiet():
             tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = reason_of(error)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shards.cost import ModelCost
-from shards.errors import ModelError, quiet_hub, reason_of
+from shards.errors import ModelError, reason_of
+from shards.quiet import quiet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def _hub_config(name: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        with quiet_hub():
+        with quiet():
             return dict(AutoConfig.from_pretrained(name).to_dict())
     except (OSError, ValueError) as error:
         raise ModelError(

@@ -5,15 +5,14 @@ Both are lists of Arrow files. Only finding the hub's needs `datasets`; workers 
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from shlex import quote
-from typing import Any
 
 import orjson
 
 from pipeline.sources.files import open_source
 from pipeline.sources.tables import arrow_units
-from shards.errors import SourceError, quiet_hub, reason_of
+from shards.errors import SourceError, reason_of
+from shards.quiet import quiet
 
 
 def saved_files(path: str) -> list[str] | None:
@@ -59,7 +58,7 @@ def hub_files(argument: str) -> list[tuple[str, str]]:
     faults: list[Exception] = []
     for path, config in _candidates(name):
         try:
-            with quiet_hub(), _quiet(datasets):
+            with quiet(bars=True):
                 dataset = datasets.load_dataset(path, config, split=split)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             faults.append(error)
@@ -87,18 +86,6 @@ def _candidates(name: str) -> Iterator[tuple[str, str | None]]:
         yield name, None
         if len(parts) == 2:
             yield parts[0], parts[1]
-
-
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Keep the library's progress bars off the terminal."""
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def _read(path: str) -> bytes:

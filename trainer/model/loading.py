@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from shards.errors import ModelError, quiet_hub, reason_of
+from shards.errors import ModelError, reason_of
+from shards.quiet import quiet
 from trainer.model.attention import IMPLEMENTATION, register
 from trainer.model.backends import Backends, pick_backends
 from trainer.model.isolation import ModelReport, inspect_model, position_limit, refusal, sees_ahead
@@ -54,7 +55,7 @@ def load_config(name: str) -> Any:
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise ModelError(f"{name}: no model_type; expected the configuration of a transformers model. Add one.")
             return AutoConfig.for_model(**fields)
-        with quiet_hub():
+        with quiet():
             return AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:  # the first line names transformers' validator, the last one the fault
         fault = str(error).strip().splitlines()[-1].strip().rstrip(".")
@@ -91,7 +92,7 @@ def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, att
         if random:
             with device:
                 return auto.from_config(config, dtype=dtype, attn_implementation=attention)
-        with quiet_hub():
+        with quiet():
             model, info = auto.from_pretrained(
                 name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
             )
