@@ -164,9 +164,9 @@ def timed(command: list[str], environment: dict[str, str], name: str) -> tuple[f
 def measure(arguments: argparse.Namespace) -> WriteUp:
     with tempfile.TemporaryDirectory(prefix="bench-build-corpus-") as folder:
         if not arguments.corpus or not arguments.tokenizer:
-            from trainer.demo import prepare
+            from trainer.demo_corpus import make_corpus
 
-            files, tokenizer = prepare(Path(folder))
+            files, tokenizer = make_corpus(Path(folder))
             arguments.corpus, arguments.tokenizer = arguments.corpus or list(map(str, files)), str(tokenizer)
         if arguments.quick:
             arguments.corpus = [shorten(Path(arguments.corpus[0]), Path(folder))]

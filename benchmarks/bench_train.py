@@ -195,14 +195,17 @@ def prepared(arguments: argparse.Namespace, folder: Path) -> Dataset:
     if arguments.data:
         arguments.tokenizer = str(Path(arguments.data) / "tokenizer")
         return Dataset(arguments.data)
-    from trainer.demo import VOCAB_SIZE, build_dataset, prepare, write_model_config
+    from pipeline import BuildConfig, build
+    from trainer.demo_corpus import SEQ_LEN, VOCAB_SIZE, make_corpus, write_model_config
 
-    files, tokenizer = prepare(folder)
-    build_dataset(files, tokenizer, folder / "data", 2)
+    files, tokenizer = make_corpus(folder)
+    sources = tuple(f"{file.stem}={file}" for file in files)
+    out = str(folder / "data")
+    build(BuildConfig(sources=sources, out=out, tokenizer=str(tokenizer), seq_len=SEQ_LEN, workers=2))
     arguments.tokenizer = str(tokenizer)
     if arguments.model is None:
         arguments.model = str(folder / "model.json")
-        write_model_config(Path(arguments.model), VOCAB_SIZE, 1024)
+        write_model_config(Path(arguments.model), VOCAB_SIZE, SEQ_LEN)
         if arguments.quick:
             small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
             Path(arguments.model).write_text(json.dumps(json.loads(Path(arguments.model).read_text()) | small))

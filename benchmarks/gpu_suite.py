@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from random_dataset import write_dataset
+from references import REFERENCES
 from torch import Tensor
 
 from shards import Dataset
@@ -250,7 +251,9 @@ def strategies_of(suite: Suite, name: str, config: dict[str, Any], sizes: Sizes,
     torch.manual_seed(0)
     dtype = "fp32" if suite.dtype == torch.float32 else "bf16"
     loaded = load_model(model, device=suite.device, compute_dtype=suite.dtype, packed=False)
-    result = suite.figures[name] = run_comparison(tuple(STRATEGIES), loaded, feed, sizes, dtype, tell)
+    result = suite.figures[name] = run_comparison(
+        (*STRATEGIES, *REFERENCES), loaded, feed, sizes, dtype, tell, STRATEGIES | REFERENCES
+    )
     columns = ["strategy", "tokens/s", "x", "padding", "s/step", "peak GiB", "data", "loss", "TFLOP/s", "MFU"]
     rows = []
     for row in result["rows"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import click
 
 from pipeline.cli import given, options_of
 from shards.errors import PackError
+from shards.quiet import quiet
 from trainer.bench.config import PRESETS, BenchConfig
 from trainer.config import TrainConfig
 
@@ -39,14 +39,11 @@ def train(as_json: bool, **flags: Any) -> None:
     """
     config = TrainConfig(**given(flags))
     _wait_idly()
-    from transformers.utils import logging
-
     from trainer.loop import train as run
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        result = run(config)
+        with quiet():
+            result = run(config)
     except KeyboardInterrupt:
         saved = any(Path(config.out, "checkpoints").glob("step-*"))
         way = "add --resume to continue from the newest checkpoint" if saved else "there is no checkpoint yet"

@@ -1,7 +1,7 @@
 """All strategies over the same steps: rows of figures, losses that disagree, and what else there is to say."""
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,20 @@ import numpy as np
 import torch
 
 from shards.cost import ModelCost, attention_pairs
-from trainer.bench.external import Flattened
-from trainer.bench.strategies import Sizes, SkippedStrategy, StepPacks, Strategy, make_strategies
+from trainer.bench.strategies import (
+    STRATEGIES,
+    MakeStrategy,
+    Sizes,
+    SkippedStrategy,
+    StepPacks,
+    make_strategies,
+)
 from trainer.bench.timing import Bench, Figures, Work, disagreements, summarize
 from trainer.metrics import cost_of, peak_flops
 from trainer.model.loading import LoadedModel
 
 BASELINE = "padded-longest"
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}  # relative; a full leak moves the loss of random weights by about 1e-3
-LEAK = {"fp32": 1e-4, "bf16": 1e-3}  # relative change of a loss that is no rounding
 COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Result = dict[str, Any]
 
@@ -30,16 +35,18 @@ def run_comparison(
     sizes: Sizes,
     dtype: str,
     tell: Callable[[str], None] = lambda line: None,
+    known: Mapping[str, MakeStrategy] = STRATEGIES,
 ) -> Result:
     """Run every strategy from the same weights over the same steps.
 
     Args:
-        names: Keys of `STRATEGIES`.
+        names: Keys of `known`.
         loaded: The model that all of them train.
         steps: Documents of each step.
         sizes: Of micro-batches.
         dtype: "fp32", or "bf16" for autocast.
         tell: Takes a line of progress.
+        known: What makes the strategies of each name.
 
     Returns:
         `machine`, `steps` (what they hold), `settings`, `rows` (one a strategy), `disagreements` (largest relative
@@ -47,14 +54,13 @@ def run_comparison(
     """
     device = next(loaded.model.parameters()).device
     work, bench = count_work(steps, cost_of(loaded.model)), Bench(loaded.model, dtype == "bf16")
-    measured, notes = [], []
-    for strategy in make_strategies(names, loaded, sizes, COMPUTED[dtype]):
+    measured = []
+    for strategy in make_strategies(names, loaded, sizes, COMPUTED[dtype], known):
         tell(f"{strategy.name} …")
         if isinstance(strategy, SkippedStrategy):
             measured.append(Figures(strategy=strategy.name, failed=f"not run: {strategy.reason}"))
             continue
         measured.append(bench.measure(strategy, work))
-        notes += _leak(strategy, bench, work, LEAK[dtype]) if not measured[-1].failed else []
     baseline = next((figures for figures in measured if figures.strategy == BASELINE), None)
     rows = [summarize(figures, work, baseline, peak_flops(device)) for figures in measured]
     return {
@@ -72,7 +78,7 @@ def run_comparison(
         },
         "rows": rows,
         "disagreements": disagreements(rows, TOLERANCE[dtype]),
-        "notes": [*notes, *_full(work, sizes.seq_len), *_note_noise(rows)],
+        "notes": [*_full(work, sizes.seq_len), *_note_noise(rows)],
     }  # fmt: skip
 
 
@@ -110,25 +116,6 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _leak(strategy: Strategy, bench: Bench, work: Work, threshold: float) -> list[str]:
-    """Show what a reference computes where `use_cache` is left as the model has it."""
-    if not isinstance(strategy, Flattened):
-        return []
-    most = max(range(len(work.steps)), key=lambda k: len(work.steps[k].documents) / len(work.steps[k].packs))
-    with torch.no_grad(), bench.context():
-        batches = [strategy.collate(micro) for micro in strategy.cut(work.steps[most])]
-        right, bare = (
-            float(sum(strategy.loss(batch, work.targets[most], **cache) for batch in batches))
-            for cache in ({}, {"use_cache": True})
-        )
-    if abs(bare - right) <= threshold * abs(right):
-        return []
-    return [
-        f"{strategy.name} is right because use_cache=False is passed: left as the model's configuration has it, the "
-        f"same batch has loss {bare:.5f} instead of {right:.5f}, since its documents see each other, without an error"
-    ]
 
 
 def _full(work: Work, seq_len: int) -> list[str]:

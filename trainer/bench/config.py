@@ -4,13 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pipeline.report.feedings import FEEDINGS
 from shards.errors import PackError
 from shards.settings import check_choices, set_path
 
-# the keys of STRATEGIES, which would import torch
-STRATEGY_NAMES = (
-    "padded-max", "padded-longest", "length-bucketed", "packed-dense", "packed-varlen", "hf-flattening", "trl-packed",
-)  # fmt: skip
 WIKITEXT = "hf:Salesforce/wikitext/wikitext-2-raw-v1"
 PRESETS: dict[str, dict[str, Any]] = {
     "distilgpt2-wikitext2": {"data": WIKITEXT, "model": "distilbert/distilgpt2", "seq_len": 512, "batch": 8},
@@ -33,9 +30,9 @@ class BenchConfig:
         int | None, "Maximum tokens of other micro-batches. [default: what --batch documents have on average]"
     ] = None
     steps: Annotated[int, "Optimizer steps, each of as many packs as fill one micro-batch."] = 10
-    strategies: Annotated[
-        tuple[str, ...], f"Ways of feeding, with commas: {', '.join(STRATEGY_NAMES)}. [default: all]"
-    ] = STRATEGY_NAMES
+    strategies: Annotated[tuple[str, ...], f"Ways of feeding, with commas: {', '.join(FEEDINGS)}. [default: all]"] = (
+        tuple(FEEDINGS)
+    )
     dtype: Annotated[Literal["bf16", "fp32"] | None, "Arithmetic. [default: bf16 on a GPU, else fp32]"] = None
     device: Annotated[str | None, "cuda, mps or cpu. [default: the best there is]"] = None
     seed: Annotated[int, "Seed of the choice of documents and of random weights."] = 0

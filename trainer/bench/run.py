@@ -27,7 +27,7 @@ from trainer.bench.config import BenchConfig
 from trainer.bench.strategies import Sizes, StepPacks, check_names, split_pack
 from trainer.bench.view import print_result as print_result
 from trainer.bench.view import write_result_page as write_result_page
-from trainer.demo import prepare, write_model_config
+from trainer.demo_corpus import make_corpus, write_model_config
 from trainer.model.loading import check_segments, check_vocabulary, load_model
 
 VERSION = 1
@@ -104,7 +104,7 @@ def _corpus(config: BenchConfig, folder: Path, tell: Callable[[str], None]) -> C
             raise PackError(f"{source}: is no dataset, so its text needs a tokenizer. Add --tokenizer NAME_OR_DIR.")
         return of_source((source,), tokenizer, config)
     tell("making the demo's corpus and tokenizer …")
-    files, made = prepare(folder)
+    files, made = make_corpus(folder)
     return of_source(tuple(map(str, files)), str(made), config)
 
 

@@ -4,10 +4,10 @@ A step is given as packs; every strategy takes exactly its documents. What pract
 cutting into batches) happens in `cut`, outside the clock; `collate` makes tensors on the device, as a data loader does
 in every step; `loss` runs the model. The strategies here share host buffers and loss, so that they differ in shape and
 attention alone: padding gets the fastest collator there is, and no mask, since right padding under causal attention
-needs none. `references.py` has those of other projects. A new strategy is an entry in `STRATEGIES`.
+needs none. A new strategy is an entry in `STRATEGIES`, with its name in `pipeline/report/feedings.py`; those of other
+projects are in `benchmarks/references.py`.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shards.errors import ModelError, PackError
+from shards.errors import ModelError, PackError, reason_of
 from shards.reader import Pack
 from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.attention import IMPLEMENTATION
@@ -243,25 +243,13 @@ def _cannot_pack(loaded: LoadedModel) -> str | None:
     return None if loaded.report.accepted else f"the model {loaded.report.reason}"
 
 
-def _outside(name: str, loaded: LoadedModel, sizes: Sizes, package: str) -> Iterator[Strategy | SkippedStrategy]:
-    if importlib.util.find_spec(package) is None:
-        yield SkippedStrategy(name, f"{package} is not installed")
-    elif reason := _cannot_pack(loaded):
-        yield SkippedStrategy(name, reason)
-    else:
-        from trainer.bench.external import Flattened, TrlPacked
-
-        yield (TrlPacked if package == "trl" else Flattened)(name, loaded, sizes)
-
-
-STRATEGIES: dict[str, Callable[[str, LoadedModel, Sizes, torch.dtype], Iterator[Strategy | SkippedStrategy]]] = {
+MakeStrategy = Callable[[str, LoadedModel, Sizes, torch.dtype], Iterator[Strategy | SkippedStrategy]]
+STRATEGIES: dict[str, MakeStrategy] = {
     "padded-max": lambda name, loaded, sizes, dtype: _rectangles(name, loaded, sizes, cut_padded_max),
     "padded-longest": lambda name, loaded, sizes, dtype: _rectangles(name, loaded, sizes, cut_padded_longest),
     "length-bucketed": lambda name, loaded, sizes, dtype: _rectangles(name, loaded, sizes, cut_length_bucketed),
     "packed-dense": lambda name, loaded, sizes, dtype: _dense(name, loaded, sizes),
     "packed-varlen": _varlen,
-    "hf-flattening": lambda name, loaded, sizes, dtype: _outside(name, loaded, sizes, "transformers"),
-    "trl-packed": lambda name, loaded, sizes, dtype: _outside(name, loaded, sizes, "trl"),
 }
 
 
@@ -274,14 +262,25 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def make_strategies(
-    names: Sequence[str], loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype
+    names: Sequence[str],
+    loaded: LoadedModel,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    known: Mapping[str, MakeStrategy] = STRATEGIES,
 ) -> list[Strategy | SkippedStrategy]:
     """Return what the names stand for on this machine, in their order.
 
     Args:
-        names: Keys of `STRATEGIES`.
+        names: Keys of `known`.
         loaded: The model that all of them train.
         sizes: Of micro-batches.
         dtype: Type in which attention computes.
+        known: What makes the strategies of each name.
     """
-    return [made for name in names for made in STRATEGIES[name](name, loaded, sizes, dtype)]
+    made: list[Strategy | SkippedStrategy] = []
+    for name in names:
+        try:
+            made += known[name](name, loaded, sizes, dtype)
+        except (ImportError, OSError, RuntimeError) as error:  # a package that is installed but does not load
+            made.append(SkippedStrategy(name, f"cannot be set up ({reason_of(error)})"))
+    return made

@@ -1,8 +1,8 @@
 """One strategy against the clock: warm up every shape, put the weights back, take the same steps, note time and loss.
 
 Every strategy starts from the same weights and the same fresh AdamW, so the losses of step after step must agree: that
-is the proof that all of them train the same thing. Times are of device events on a GPU. Running out of memory is a
-result, not a crash.
+is the proof that all of them train the same thing. Times are of device events on a GPU. Running out of memory, or a
+kernel that fails, is a result and not a crash.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shards.errors import reason_of
 from trainer.bench.strategies import StepPacks, Strategy
 
 LEARNING_RATE = 1e-4
@@ -83,10 +84,9 @@ class Bench:
         figures = Figures(strategy=strategy.name)
         try:
             self._run(strategy, work, figures)
-        except (MemoryError, RuntimeError) as error:
-            if not (isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in OUT_OF_MEMORY)):
-                raise
-            figures = Figures(strategy=strategy.name, failed="out of memory")
+        except (MemoryError, RuntimeError, ImportError) as error:
+            full = isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
+            figures = Figures(strategy=strategy.name, failed="out of memory" if full else f"failed: {reason_of(error)}")
         finally:
             self.model.zero_grad(set_to_none=True)
         return figures

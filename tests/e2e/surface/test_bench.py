@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
-from trainer import demo
+from trainer import demo_corpus
 
 WIKITEXT = Path(__file__).parents[4] / "shared" / "data" / "wikitext2_valid.jsonl"  # beside a working copy, if anywhere
 
@@ -52,8 +52,7 @@ def test_the_preset_runs_on_local_data_and_model(wikitext, gpt2, tokenizer_dir, 
     assert figures["steps"]["documents"] >= 6
     names = [row["strategy"] for row in figures["rows"]]
     assert names == [
-        "padded-max", "padded-longest", "length-bucketed", "packed-dense", "packed-varlen (cpu)", "hf-flattening",
-        "trl-packed",
+        "padded-max", "padded-longest", "length-bucketed", "packed-dense", "packed-varlen (cpu)",
     ]  # fmt: skip
     assert figures["disagreements"] == {}
     assert not [row for row in figures["rows"] if "failed" in row]
@@ -63,11 +62,11 @@ def test_the_preset_runs_on_local_data_and_model(wikitext, gpt2, tokenizer_dir, 
 def test_without_arguments_it_takes_the_demos_corpus_and_model(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # a narrow terminal shows fewer columns
     monkeypatch.setattr(
-        demo, "stdlib_modules", lambda: [(f"{k}.py", f'"""Module {k}."""\nx = {k}\n' * 40) for k in range(30)]
+        demo_corpus, "read_library", lambda: [(f"{k}.py", f'"""Module {k}."""\nx = {k}\n' * 40) for k in range(30)]
     )
-    monkeypatch.setattr(demo, "VOCAB_SIZE", 400)
+    monkeypatch.setattr(demo_corpus, "VOCAB_SIZE", 400)
     monkeypatch.setattr(
-        demo, "MODEL", demo.MODEL | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        demo_corpus, "MODEL", demo_corpus.MODEL | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     )
     result = pack_bench("--steps", "1", "--batch", "2", "--strategies", "padded-longest,packed-varlen")
     lines = result.stdout.splitlines()

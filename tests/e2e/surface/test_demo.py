@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from pipeline.cli import main
 from shards import Dataset
-from trainer import demo
+from trainer import demo, demo_corpus
 
 FUNCTION = '''
 def f{k}(x):
@@ -34,10 +35,11 @@ def small_library():
 @pytest.fixture
 def small(monkeypatch):
     """A small library and a small model: the same way, shorter."""
-    monkeypatch.setattr(demo, "stdlib_modules", small_library)
+    monkeypatch.setattr(demo_corpus, "read_library", small_library)
+    monkeypatch.setattr(demo_corpus, "VOCAB_SIZE", 400)
     monkeypatch.setattr(demo, "VOCAB_SIZE", 400)
     monkeypatch.setattr(
-        demo, "MODEL", demo.MODEL | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+        demo_corpus, "MODEL", demo_corpus.MODEL | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     )
 
 
@@ -51,7 +53,7 @@ def test_it_goes_the_whole_way_and_again(small, tmp_path):
     out = tmp_path / "demo"
     result = pack_demo("--out", str(out), "--steps", "6")
     assert Dataset(out / "data").manifest["totals"]["documents"]["packed"] == 41 + 40 + sum(range(1, 41))
-    for said in ("sound:", "fill rate", "padded-longest", "length-bucketed", "packed-varlen", str(out.resolve())):
+    for said in ("checked)", "fill rate", "padded-longest", "length-bucketed", "packed-varlen", str(out.resolve())):
         assert said in result.stdout
     losses = [json.loads(line)["loss"] for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
@@ -59,6 +61,12 @@ def test_it_goes_the_whole_way_and_again(small, tmp_path):
     assert [command.split()[1] for command in commands] == ["build", "inspect", "train"]
     assert "\x1b" not in result.stdout  # plain when piped
     assert not multiprocessing.active_children()
+    printed = [line.partition("  pack ")[2] for line in result.stdout.splitlines() if re.match(r"\d  pack ", line)]
+    assert [command.split()[0] for command in printed] == ["build", "verify", "inspect", "train", "bench"]
+    for command in printed[:3]:  # a person who types them finds what the demo made
+        assert CliRunner().invoke(main, shlex.split(command)).exit_code == 0
+    refused = CliRunner().invoke(main, shlex.split(printed[3]))
+    assert (refused.exit_code, refused.output.count("\n")) == (1, 1)
 
     shards = {path: path.stat().st_mtime_ns for path in (out / "data" / "shards").iterdir()}
     again = pack_demo("--out", str(out), "--steps", "1")
@@ -72,7 +80,7 @@ def test_a_directory_of_another_python_is_made_anew(small, tmp_path):
     (out / "data").mkdir(parents=True)
     (out / "data" / "old").touch()
     (out / "demo.json").write_text('{"python": "2.7"}')
-    demo.claim(out)
+    demo.claim_directory(out)
     assert [path.name for path in out.iterdir()] == ["demo.json"]
 
 
@@ -85,12 +93,12 @@ def test_a_directory_with_something_else_is_refused(tmp_path):
 
 def test_docstrings_of_modules_classes_and_functions_are_found():
     source = '"""M."""\nclass A:\n    """C."""\n    async def f(self):\n        """F."""\n\ndef g(): pass\n'
-    assert list(demo.docstrings("m.py", source)) == [("m.py:", "M."), ("m.py:A", "C."), ("m.py:f", "F.")]
-    assert list(demo.docstrings("m.py", "def (")) == []
+    assert list(demo_corpus.find_docstrings("m.py", source)) == [("m.py:", "M."), ("m.py:A", "C."), ("m.py:f", "F.")]
+    assert list(demo_corpus.find_docstrings("m.py", "def (")) == []
 
 
 def test_the_library_of_this_python_is_found():
-    names = [name for name, _ in demo.stdlib_modules()]
+    names = [name for name, _ in demo_corpus.read_library()]
     assert len(names) > 300
     assert "json/decoder.py" in names
     assert not [name for name in names if name.startswith(("test/", "site-packages/"))]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.report.feedings import FEEDINGS
 from shards import PackError
 from trainer.bench import strategies
 from trainer.bench import timing as measuring
-from trainer.bench.config import STRATEGY_NAMES, BenchConfig
+from trainer.bench.config import BenchConfig
 from trainer.bench.run import run_bench
 from trainer.bench.strategies import STRATEGIES, BufferedStrategy, MicroBatch, Shape, cut_padded_longest
 from trainer.bench.view import figures_table, make_page, print_result, remarks
@@ -53,10 +54,10 @@ def test_all_strategies_train_the_same_thing_on_the_tokens_of_the_corpus(corpus,
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     processes = psutil.Process().children(recursive=True)
-    result = bench(dataset, model_config(), strategies=(*OURS, "hf-flattening", "trl-packed"))
+    result = bench(dataset, model_config(), strategies=OURS)
 
     rows = {row["strategy"]: row for row in result["rows"]}
-    assert len(rows) == 7
+    assert len(rows) == 5
     assert result["disagreements"] == {}
     assert len(set(rows["padded-longest"]["losses"])) == STEPS
     tokens = sum(len(ids) for ids, _ in made)
@@ -66,8 +67,7 @@ def test_all_strategies_train_the_same_thing_on_the_tokens_of_the_corpus(corpus,
         assert row["losses"] == pytest.approx(rows["padded-longest"]["losses"], rel=1e-5)
         assert row["tokens_per_step"] * STEPS == pytest.approx(tokens)
     assert rows["padded-max"]["padding"] == pytest.approx(1 - tokens / (NUM_DOCUMENTS * 48))
-    for name in ("packed-varlen (cpu)", "hf-flattening", "trl-packed"):
-        assert rows[name]["padding"] == 0
+    assert rows["packed-varlen (cpu)"]["padding"] == 0
     assert 0 < rows["length-bucketed"]["padding"] < rows["padded-longest"]["padding"]
     assert rows["padded-longest"]["speedup"] == 1
 
@@ -82,10 +82,10 @@ def test_all_strategies_train_the_same_thing_on_the_tokens_of_the_corpus(corpus,
 
 
 def test_a_sliding_window_is_kept_or_refused(corpus, model_config):
-    result = bench(corpus[1], model_config("mistral-window"), steps=2, strategies=(*OURS, "hf-flattening"))
+    result = bench(corpus[1], model_config("mistral-window"), steps=2, strategies=OURS)
     rows = {row["strategy"]: row for row in result["rows"]}
     assert "would drop the model's sliding window" in rows.pop("packed-dense")["failed"]
-    assert len(rows) == 5
+    assert len(rows) == 4
     for row in rows.values():
         assert row["losses"] == pytest.approx(rows["padded-longest"]["losses"], rel=1e-5)
 
@@ -149,6 +149,28 @@ def test_another_fault_is_not_taken_for_memory(corpus, model_config, monkeypatch
         bench(corpus[1], model_config(), strategies=("packed-varlen",))
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no kernel image\nsecond line"), ImportError("no kernel image")])
+def test_a_strategy_that_fails_is_a_row_and_the_others_run(corpus, model_config, monkeypatch, error):
+    class Broken(BufferedStrategy):
+        def loss(self, batch, divisor):
+            raise error
+
+    def broken(name, loaded, sizes, dtype):
+        made = next(STRATEGIES["packed-varlen"](name, loaded, sizes, dtype))
+        yield Broken(name, loaded, made.cut, backend="cpu")
+
+    def unloadable(name, loaded, sizes, dtype):
+        raise error
+
+    monkeypatch.setitem(STRATEGIES, "broken", broken)
+    monkeypatch.setitem(STRATEGIES, "unloadable", unloadable)
+    names = ("broken", "unloadable", "packed-varlen")
+    result = bench(corpus[1], model_config(), steps=1, strategies=names)
+    assert [row.get("failed") for row in result["rows"]] == [
+        "failed: no kernel image", "not run: cannot be set up (no kernel image)", None
+    ]  # fmt: skip
+
+
 def test_a_strategy_that_leaks_is_shown_loudly(corpus, model_config, monkeypatch, capsys):
     def leaky(name, loaded, sizes, dtype):
         def cut(step):
@@ -176,9 +198,9 @@ def test_a_loss_that_is_no_number_disagrees():
 def test_a_model_that_cannot_pack_is_still_padded(corpus, tmp_path):
     config = {"model_type": "bloom", "vocab_size": 97, "hidden_size": 16, "n_layer": 2, "n_head": 2}
     (tmp_path / "bloom.json").write_text(json.dumps(config))
-    result = bench(corpus[1], str(tmp_path / "bloom.json"), steps=1, strategies=(*OURS, "hf-flattening"))
+    result = bench(corpus[1], str(tmp_path / "bloom.json"), steps=1, strategies=OURS)
     failed = {row["strategy"]: row["failed"] for row in result["rows"] if "failed" in row}
-    assert sorted(failed) == ["hf-flattening", "packed-dense", "packed-varlen"]
+    assert sorted(failed) == ["packed-dense", "packed-varlen"]
     assert all("dense mask of its own" in reason for reason in failed.values())
     assert result["disagreements"] == {}
 
@@ -193,7 +215,7 @@ def test_a_learned_position_table_sets_the_limit(corpus, tmp_path):
 
 
 def test_the_command_line_names_what_there_is():
-    assert tuple(STRATEGIES) == STRATEGY_NAMES
+    assert set(STRATEGIES) == set(FEEDINGS)
 
 
 @pytest.mark.parametrize(
