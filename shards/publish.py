@@ -6,11 +6,14 @@ object store (see `pipeline/building/stores.py`) has the same methods, since a f
 All system calls go through `write`, `fsync` and `rename` below, so that tests can make any of them fail.
 """
 
+import errno
 import json
 import os
+import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -19,6 +22,8 @@ import xxhash
 from shards.errors import FormatError, PackError
 
 TMP = "_tmp"
+SCRATCH = re.compile(r".+-\d+-[0-9a-f]+")  # what `LocalStore.scratch` names files
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 STALE_S = 24 * 3600.0  # an unpublished file this old belongs to a build that died
 
 
@@ -81,11 +86,17 @@ class Store(Protocol):
     def clear(self) -> None:
         """Remove the whole dataset."""
 
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Publish `data` as `name` unless there is such a file; return whether it was written."""
+
     def sweep(self, *, everything: bool = False) -> None:
         """Remove unpublished work that is stale, or all of it."""
 
     def remove(self, name: str) -> None:
         """Remove one file."""
+
+    def prune(self) -> None:
+        """Remove the directories of a dataset that are empty, and its own if this store made it."""
 
 
 class LocalStore:
@@ -94,6 +105,7 @@ class LocalStore:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
         self.location = str(root)
+        self.made_root = False
 
     def create(self) -> None:
         """Make the directories of a dataset.
@@ -102,6 +114,7 @@ class LocalStore:
             PackError: The place cannot be written to.
         """
         try:
+            self._make_root()
             for directory in (self.root / "shards", self.root / "tokenizer", self.root / TMP):
                 directory.mkdir(parents=True, exist_ok=True)
             probe = self.scratch("probe")
@@ -118,6 +131,7 @@ class LocalStore:
     def scratch(self, name: str) -> Path:
         """Return a path in `_tmp/` that no other process uses."""
         unique = f"{name}-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns():x}"
+        (self.root / TMP).mkdir(exist_ok=True)
         return self.root / TMP / unique
 
     def publish(self, scratch: Path, name: str) -> None:
@@ -170,19 +184,60 @@ class LocalStore:
             shutil.rmtree(self.root / directory, ignore_errors=True)
         self.remove("plan.json")
 
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Write a file unless there is one: a link appears whole or not at all, on network file systems too."""
+        self._make_root()
+        target = self.root / name
+        scratch = self.root / f"{name}-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns():x}"
+        try:
+            scratch.write_bytes(data)
+            os.link(scratch, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return self._create(target, data)
+        finally:
+            scratch.unlink(missing_ok=True)
+        return True
+
+    def _create(self, target: Path, data: bytes) -> bool:
+        try:
+            with target.open("xb") as file:
+                write(file, data)
+        except FileExistsError:
+            return False
+        return True
+
+    def _make_root(self) -> None:
+        if not self.root.is_dir():
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.made_root = True
+
+    def prune(self) -> None:
+        """Remove the directories of a dataset that are empty, and its own if this store made it."""
+        for directory in (self.root / TMP, self.root / "shards", self.root / "tokenizer"):
+            with suppress(OSError):  # it holds something, or is not there
+                directory.rmdir()
+        if self.made_root:
+            with suppress(OSError):
+                self.root.rmdir()
+
     def remove(self, name: str) -> None:
         """Remove one file."""
         (self.root / name).unlink(missing_ok=True)
 
     def sweep(self, *, everything: bool = False) -> None:
         """Remove unpublished files that are stale, or all of them once the build is done."""
-        if everything:
-            shutil.rmtree(self.root / TMP, ignore_errors=True)
-            return
         for name in self.sizes(TMP):
             path = self.root / TMP / name
-            if path.exists() and time.time() - path.stat().st_mtime > STALE_S:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if SCRATCH.fullmatch(name) and (everything or time.time() - path.stat().st_mtime > STALE_S):
+                    path.unlink()
+        if everything:
+            with suppress(OSError):  # what others put there stays
+                (self.root / TMP).rmdir()
 
 
 def canonical(value: Any) -> bytes:

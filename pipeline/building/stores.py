@@ -6,12 +6,14 @@ there is none. Add a kind of place by writing the methods of `shards.publish.Sto
 """
 
 import os
+import re
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from pipeline.sources.files import filesystem_of, is_url
@@ -19,6 +21,7 @@ from shards.errors import PackError
 from shards.publish import STALE_S, LocalStore, Store
 
 SCRATCH = "shardpack-"
+OWN_SCRATCH = re.compile(rf"{SCRATCH}\d+-[0-9a-f]+-.+")  # what `RemoteStore.scratch` names files
 
 
 def io_errors() -> tuple[type[Exception], ...]:
@@ -92,18 +95,37 @@ class RemoteStore:
 
     def remove(self, name: str) -> None:
         """Remove one file."""
-        self._target[0].rm_file(self._path(name))
+        with suppress(FileNotFoundError):
+            self._target[0].rm_file(self._path(name))
 
     def clear(self) -> None:
         """Remove the whole dataset."""
         self._target[0].rm(self._target[1], recursive=True)
 
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Upload `data` unless there is such a file; return whether it was uploaded."""
+        self._target[0].invalidate_cache()
+        try:
+            self._target[0].pipe_file(self._path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def prune(self) -> None:
+        """An object store has no directories."""
+
     def sweep(self, *, everything: bool = False) -> None:  # noqa: ARG002  # as LocalStore.sweep
         """Remove scratch files of builds that died here; a build removes its own as it goes."""
         for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
-            with suppress(OSError):  # another user's, or gone already
-                if time.time() - path.stat().st_mtime > STALE_S:
+            with suppress(OSError):  # gone already
+                status = path.lstat()
+                stale = time.time() - status.st_mtime > STALE_S
+                if stale and OWN_SCRATCH.fullmatch(path.name) and S_ISREG(status.st_mode) and status.st_uid == _user():
                     path.unlink()
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0  # Windows has no user numbers, and gives 0 for every file
 
 
 def open_store(out: str) -> Store:
