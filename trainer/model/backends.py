@@ -183,8 +183,7 @@ def _flash_2_reason(needs: Needs) -> str | None:
     return _flash_reason(needs, capability=(8, 0)) or import_reason("flash_attn.flash_attn_interface", "flash-attn")
 
 
-@functools.cache
-def _torch_varlen() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
+def _find_torch_varlen() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
     """Return torch's function and its parameters' names, which differ between 2.11 and 2.14; None before 2.11."""
     if import_reason("torch.nn.attention.varlen", "torch") is not None:
         return None
@@ -194,13 +193,15 @@ def _torch_varlen() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
     return (cast(Callable[..., Tensor], varlen_attn), names) if {"scale", "window_size"} <= names else None
 
 
+_TORCH_VARLEN = _find_torch_varlen()  # now, not when asked: a compiler would trace the search into every layer
+
+
 def _torch(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, sliding_window: int | None,
     scale: float, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
-    varlen = _torch_varlen()
-    assert varlen is not None
-    function, names = varlen
+    assert _TORCH_VARLEN is not None
+    function, names = _TORCH_VARLEN
     value_dim, grouped = v.shape[-1], q.shape[1] != k.shape[1]
     q, k, v = _pad_heads(q, k, v)
     # 2.11 takes fewer key heads as they are; later versions want to be told.
@@ -211,7 +212,7 @@ def _torch(
 
 
 def _torch_reason(needs: Needs) -> str | None:
-    if _torch_varlen() is None:
+    if _TORCH_VARLEN is None:
         return f"torch {torch.__version__} has no varlen_attn with a window; 2.11 or newer has"
     if needs.sinks or needs.softcap:
         return f"has no {'attention sinks' if needs.sinks else 'soft-cap'}"

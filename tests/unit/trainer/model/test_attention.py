@@ -316,11 +316,10 @@ def backend(
     else:
         signature = torch_11 if request.param == "torch 2.11" else torch_13
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in(signature, seen))
-        backends._torch_varlen.cache_clear()
+        monkeypatch.setattr(backends, "_TORCH_VARLEN", backends._find_torch_varlen())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     backends.import_reason.cache_clear()
     yield ATTENTION_BACKENDS[request.param.split()[0]]
-    backends._torch_varlen.cache_clear()
     backends.import_reason.cache_clear()
 
 
@@ -354,11 +353,8 @@ def test_kernels_are_called_by_their_signature_with_the_current_token_counted_ou
 
 def test_a_torch_without_windows_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_10)
-    backends._torch_varlen.cache_clear()
-    try:
-        assert "has no varlen_attn with a window" in str(ATTENTION_BACKENDS["torch"].unsupported_reason(CPU))
-    finally:
-        backends._torch_varlen.cache_clear()
+    monkeypatch.setattr(backends, "_TORCH_VARLEN", backends._find_torch_varlen())
+    assert "has no varlen_attn with a window" in str(ATTENTION_BACKENDS["torch"].unsupported_reason(CPU))
 
 
 @pytest.mark.parametrize(
