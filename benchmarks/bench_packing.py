@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from write_up import WriteUp, run, tell
 
+from pipeline.packing.kernels import always_compile
 from pipeline.packing.packers import PACKERS, Bins, length_histogram, lower_bound
 from pipeline.packing.packers import _best_tree as best_tree
 from shards.order import ORDERS, StepOrder
@@ -179,6 +180,7 @@ def peak_beyond(name: str, packer: str, n: int, seq_len: int = 8192) -> int:
     def resident(field: str) -> int:
         return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
+    always_compile()
     PACKERS[packer](lengths_of("mid", 1000, seq_len), seq_len)  # loads the machine code
     lengths = lengths_of(name, n, seq_len)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
@@ -201,6 +203,7 @@ def straggler_rows(num_packs: int) -> Iterator[list[str]]:
 
 
 def measure(arguments: argparse.Namespace) -> WriteUp:
+    always_compile()
     sizes = [10_000] if arguments.quick else arguments.sizes
     capacities = [8192] if arguments.quick else arguments.seq_lens
     cases = [(name, c, n) for name in arguments.distributions for c in capacities for n in sizes]

@@ -20,13 +20,14 @@ import xxhash
 from pipeline.building.engines import ENGINES, start_server
 from pipeline.building.output import OWN, finished_dataset, prepare, reads_stdin
 from pipeline.building.sidecars import Survey, Tally, all_sidecars, check_totals, take_survey
+from pipeline.building.startup import SMALL_BYTES, start_compiling
 from pipeline.building.stores import io_errors, open_store
 from pipeline.building.window import Job, Task
 from pipeline.config import BuildConfig
 from pipeline.documents.encoder import REFERENCE
 from pipeline.documents.make import check_options, with_trained_template
 from pipeline.documents.tokenizer import load_spec, spec_from_files
-from pipeline.packing.packers import PACKERS, compile_kernels, kernels_compiled
+from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import check_unchanged, resolve_sources
 from pipeline.sources.streams import stream_parts
 from pipeline.sources.windows import Slice, Source, Window, cut_windows, enumerate_streams
@@ -34,7 +35,7 @@ from shards.errors import FormatError, PackError, counted
 from shards.manifest import Record, commit, read_sidecar
 from shards.plan import Plan, plan_id
 from shards.publish import Store
-from shards.schema import FORMAT, VERSION
+from shards.schema import FORMAT, VERSION, layout_of
 
 RECIPE = 1  # raise it when the same plan would give other bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -122,10 +123,10 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
     if done is not None:
         return done
     sizes = [file.bytes for source in job.sources for file in source.files]
-    progress.begin(None if None in sizes else sum(size or 0 for size in sizes))
-    if not config.finalize and not kernels_compiled():
-        progress.say("compiling the packing kernels, once on this machine: about ten seconds")
-        compile_kernels()
+    raw_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+    progress.begin(raw_bytes)
+    if not config.finalize and (raw_bytes is None or raw_bytes > SMALL_BYTES):
+        start_compiling(layout_of(job.plan), progress.say)
     nothing = (len(job.plan["windows"]), 0.0, 0)
     num_windows, wait_s, tokens = nothing if config.finalize else _run(job, config, store, progress)
     there = store.sizes("shards")

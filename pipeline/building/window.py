@@ -18,6 +18,7 @@ from pipeline.documents.make import DocumentMaker
 from pipeline.packing.accounting import cut_documents
 from pipeline.packing.packers import PACKERS, lower_bound
 from pipeline.packing.rows import assemble_rows
+from pipeline.packing.warm_up import compile_kernels
 from pipeline.sources.reader import RecordBatch, Rejected, WindowReader
 from pipeline.sources.windows import Slice, Source
 from pipeline.tokens import Documents, concatenate
@@ -28,6 +29,7 @@ from shards.publish import Store, seal
 from shards.schema import FORMAT, VERSION, layout_of
 from shards.writer import encode_index, write_shard
 
+MANY_TOKENS = 1 << 21  # from here on machine code pays for being loaded
 Tick = Callable[[int, int, int], None]  # documents, tokens, raw bytes done since the last call
 
 
@@ -86,6 +88,9 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
         documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
     layout = layout_of(job.plan)
+    if len(documents.input_ids) > MANY_TOKENS:
+        with stages.time("load"):
+            compile_kernels(layout)  # the driver has begun to, or this process is the first on its machine
     with stages.time("pack"):
         packer = PACKERS[job.plan["packer"]["name"]]
         segments, balance = cut_documents(documents, source.options, layout.seq_len, packer.cut_policy)

@@ -8,13 +8,12 @@ searches of `patterns.py` where first-fit and best-fit decreasing stand above th
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from pipeline.packing.kernels import kernel
 from pipeline.packing.patterns import fill_exactly, fill_longest
 from pipeline.packing.tree import PackingTree, decreasing, join, write_bins
 from shards.cost import PAD_MULTIPLE
@@ -198,18 +197,6 @@ def pack(lengths: npt.ArrayLike, seq_len: int, packer: str = "auto", seed: int =
     return PACKERS[packer](np.asarray(lengths), seq_len, seed=seed)
 
 
-def kernels_compiled() -> bool:
-    """Whether this machine has compiled the packing kernels before (the first call otherwise takes seconds)."""
-    return any(Path(str(write_bins.stats.cache_path)).glob("tree.write_bins-*.nbi"))
-
-
-def compile_kernels() -> None:
-    """Compile every kernel for this machine and keep the result, so that several workers need not all do it."""
-    lengths = np.full(64, 5, np.int32)  # two fit in eleven and one token stays free: the search runs as well
-    for packer in PACKERS.values():
-        packer(np.concatenate([lengths, lengths + 1]), 13)
-
-
 def lower_bound(lengths: np.ndarray, seq_len: int, max_segments: int | None = None) -> int:
     """Fewest bins that any packing could need; see `histogram_bound`."""
     return histogram_bound(length_histogram(lengths, seq_len), max_segments)
@@ -263,13 +250,14 @@ def _checked(lengths: np.ndarray, seq_len: int, max_segments: int | None) -> tup
         raise PackError(f"lengths: {lengths.size} segments; expected fewer than {2**31}. Pack them in parts.")
     if max_segments is not None and max_segments < 1:
         raise PackError(f"max_segments: {max_segments}; expected at least 1.")
-    histogram = np.zeros(seq_len + 1, np.int64)
-    bad = _count(lengths, histogram) if lengths.size else -1
-    if bad >= 0:
+    if lengths.size and not (lengths.min() >= 1 and lengths.max() <= seq_len):
+        bad = int(np.flatnonzero((lengths < 1) | (lengths > seq_len))[0])
         raise SegmentTooLongError(
             f"lengths[{bad}]: {lengths[bad]} tokens; expected 1 to {seq_len}. Cut segments to seq_len before packing."
         )
-    return np.ascontiguousarray(lengths, np.int32), histogram
+    # One form for kernels: each other type, order or write protection would be compiled anew.
+    lengths = np.require(lengths, np.int32, ["C", "W"])
+    return lengths, np.bincount(lengths, minlength=seq_len + 1)
 
 
 def _best_tree(histogram: np.ndarray, max_segments: int, bound: int) -> PackingTree:
@@ -294,7 +282,7 @@ def _bins_of_tree(lengths: np.ndarray, histogram: np.ndarray, tree: PackingTree,
     grouped = _grouped(lengths, histogram, seed)
     # Allocated here, not in a kernel: numpy asks for huge pages.
     bins = Bins(np.empty(len(lengths), np.int64), np.zeros(tree.num_bins + 1, np.int64))
-    write_bins(tree, np.cumsum(histogram) - histogram, grouped, *bins)
+    write_bins(*tree, np.cumsum(histogram) - histogram, grouped, *bins)
     return bins
 
 
@@ -308,18 +296,7 @@ def _grouped(keys: np.ndarray, histogram: np.ndarray, seed: int | None) -> np.nd
     return grouped
 
 
-@njit(cache=True)
-def _count(lengths: np.ndarray, histogram: np.ndarray) -> int:
-    """Add lengths to their histogram; return the index of the first that is out of range, or -1."""
-    for i in range(len(lengths)):
-        length = lengths[i]
-        if length < 1 or length >= len(histogram):
-            return i
-        histogram[length] += 1
-    return -1
-
-
-@njit(cache=True)
+@kernel(lambda lengths, *_: 3 * len(lengths))
 def _group(lengths: np.ndarray, free: np.ndarray, order: np.ndarray) -> None:
     """Counting sort: fill `order` with segment indices by rising length; `free` holds where each length starts."""
     for i in range(len(lengths)):
@@ -328,7 +305,7 @@ def _group(lengths: np.ndarray, free: np.ndarray, order: np.ndarray) -> None:
         free[lengths[i]] = slot + 1
 
 
-@njit(cache=True)
+@kernel(lambda order, *_: 6 * len(order))
 def _shuffle_ties(order: np.ndarray, ends: np.ndarray, seed: np.uint64) -> None:
     """Shuffle `order` inside each length (Fisher-Yates: the slots of one length fit the cache, all would not)."""
     state = seed
@@ -341,7 +318,7 @@ def _shuffle_ties(order: np.ndarray, ends: np.ndarray, seed: np.uint64) -> None:
         start = end
 
 
-@njit(cache=True)
+@kernel(lambda lengths, *_: 3 * len(lengths))
 def _fill_in_order(lengths: np.ndarray, seq_len: int, max_segments: int, offsets: np.ndarray) -> int:
     offsets[0] = 0
     num_bins = start = used = 0

@@ -9,8 +9,8 @@ and draws come from a fixed seed: the result is a function of the histogram, the
 """
 
 import numpy as np
-from numba import njit
 
+from pipeline.packing.kernels import inner, kernel
 from pipeline.packing.tree import PackingTree
 
 EXACT_NODES = 1 << 20
@@ -55,7 +55,12 @@ def fill_longest(histogram: np.ndarray, max_segments: int) -> PackingTree:
     return PackingTree(*tree[:, :num_nodes])
 
 
-@njit(cache=True)
+def _steps_of_exact_fill(histogram: np.ndarray, _: int, budget: int) -> int:
+    sweep = len(histogram) + 20 * ATTEMPTS * int(np.count_nonzero(histogram))
+    return min(5 * budget + SWEEPS * len(histogram), SWEEPS * sweep)
+
+
+@inner
 def _longest(left: np.ndarray, below: np.ndarray, limit: int) -> int:
     """Longest length up to `limit` with segments left; 0 where there is none."""
     size = limit
@@ -68,14 +73,14 @@ def _longest(left: np.ndarray, below: np.ndarray, limit: int) -> int:
         size -= 1
 
 
-@njit(cache=True)
+@inner
 def _draw(state: np.ndarray) -> int:
     """Draw 32 random bits."""
     state[0] = state[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
     return int(state[0] >> np.uint64(32))
 
 
-@njit(cache=True)
+@inner
 def _start(histogram: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return what is left of each length, and by length the longest at or below it."""
     left = histogram.copy()
@@ -87,7 +92,7 @@ def _start(histogram: np.ndarray) -> tuple[np.ndarray, ...]:
     return left, below
 
 
-@njit(cache=True)
+@inner
 def _use(
     pattern: np.ndarray, part: int, left: np.ndarray, below: np.ndarray, held: np.ndarray, tree: np.ndarray, node: int
 ) -> int:
@@ -116,7 +121,7 @@ def _use(
     return node
 
 
-@njit(cache=True)
+@kernel(lambda histogram, max_segments, budget: 5 * min(budget, PATTERN_NODES * int(histogram.sum())))
 def _fill_longest(histogram: np.ndarray, max_segments: int, budget: int) -> tuple[np.ndarray, int]:
     seq_len = len(histogram) - 1
     left, below = _start(histogram)
@@ -137,7 +142,7 @@ def _fill_longest(histogram: np.ndarray, max_segments: int, budget: int) -> tupl
         node = _use(best[:depth], 1, left, below, held, tree, node)
 
 
-@njit(cache=True)
+@inner
 def _fullest(
     stack: np.ndarray,
     best: np.ndarray,
@@ -168,7 +173,8 @@ def _fullest(
             limit = size
             if room < best_room:
                 best_room, best_depth = room, depth
-                best[:depth] = stack[:depth]
+                for i in range(depth):
+                    best[i] = stack[i]
         elif depth == 1 or nodes > budget:
             break
         else:
@@ -183,7 +189,7 @@ def _fullest(
     return best_depth, nodes
 
 
-@njit(cache=True)
+@kernel(_steps_of_exact_fill)
 def _fill_exactly(histogram: np.ndarray, max_segments: int, budget: int) -> tuple[np.ndarray, int, np.ndarray]:
     seq_len = len(histogram) - 1
     left, below = _start(histogram)
@@ -215,7 +221,7 @@ def _fill_exactly(histogram: np.ndarray, max_segments: int, budget: int) -> tupl
     return tree, node, left
 
 
-@njit(cache=True)
+@inner
 def _weigh(histogram: np.ndarray, left: np.ndarray, weight: np.ndarray, draws: np.ndarray) -> None:
     """Weigh lengths by what is left of each times, squared, how much of its kind is left; tabulate draws by weight.
 
@@ -235,7 +241,7 @@ def _weigh(histogram: np.ndarray, left: np.ndarray, weight: np.ndarray, draws: n
         draws[i] = size
 
 
-@njit(cache=True)
+@inner
 def _complete(
     stack: np.ndarray,
     left: np.ndarray,

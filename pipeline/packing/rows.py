@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from pipeline.packing.cutting import Segments
+from pipeline.packing.kernels import kernel
 from pipeline.packing.packers import Bins
 from pipeline.tokens import Documents
 from shards.errors import PackError
@@ -81,7 +81,7 @@ def mask_or_empty(documents: Documents) -> npt.NDArray[np.uint8]:
     return np.empty(0, np.uint8) if documents.loss_mask is None else documents.loss_mask
 
 
-@njit(cache=True, nogil=True)
+@kernel(lambda ids, mask, starts, lengths, *_: 10 * len(lengths) + (5 if len(mask) else 2) * int(lengths.sum()))
 def _fill(
     ids: Any,
     mask: Any,
@@ -130,7 +130,7 @@ def _fill(
         attention_pairs[row] = pairs
 
 
-@njit(cache=True, nogil=True)
+@kernel(lambda mask, starts, lengths: 4 * len(lengths) + (2 * int(lengths.sum()) if len(mask) else 0))
 def count_targets(mask: Any, starts: Any, lengths: Any) -> Any:
     """Count targets of each piece of text: masked tokens, its first one excepted.
 

@@ -8,7 +8,8 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from pipeline.packing.kernels import inner, kernel
 
 BLOCK = 64  # bins written at a time
 
@@ -49,7 +50,7 @@ def decreasing(histogram: np.ndarray, max_segments: int, *, best_fit: bool) -> P
     return PackingTree(*_decreasing(histogram, max_segments, best_fit))
 
 
-@njit(cache=True)
+@kernel(lambda histogram, *_: len(histogram) + 20 * int(np.minimum(histogram, 4).sum()))
 def _decreasing(histogram: np.ndarray, max_segments: int, best_fit: bool) -> np.ndarray:
     """Place runs of equal lengths, longest first, into the first bins that fit or those that fit best.
 
@@ -107,26 +108,32 @@ def _decreasing(histogram: np.ndarray, max_segments: int, best_fit: bool) -> np.
     return tree
 
 
-@njit(cache=True)
+@inner
 def _choice(first: int, room: int, best_fit: bool) -> int:
     """What a run of bins is chosen by, the lowest first: its place, or before that its room."""
     return (room << 40) + first if best_fit else first
 
 
-@njit(cache=True)
+@kernel(lambda parent, length, take, bins, free, grouped, *_: 4 * (len(grouped) + 2 * len(parent)))
 def write_bins(
-    tree: PackingTree, free: np.ndarray, grouped: np.ndarray, order: np.ndarray, offsets: np.ndarray
+    parent: np.ndarray,
+    length: np.ndarray,
+    take: np.ndarray,
+    bins: np.ndarray,
+    free: np.ndarray,
+    grouped: np.ndarray,
+    order: np.ndarray,
+    offsets: np.ndarray,
 ) -> None:
     """Write the bins of a tree, taking the segments of each length in the order of `grouped`.
 
     Args:
-        tree: The packing.
+        parent, length, take, bins: The columns of a `PackingTree`.
         free: Where each length starts in `grouped`; int64, shape (seq_len + 1,); used up.
         grouped: Segment indices by rising length; int32, shape (num_segments,).
         order: Gets the segment indices bin by bin; int64, shape (num_segments,).
         offsets: Gets where each bin starts in `order`, then the end; int64, shape (num_bins + 1,), all 0 before.
     """
-    parent, length, take, bins = tree
     at = 0
     num_bins = 0
     for leaf in range(len(parent)):

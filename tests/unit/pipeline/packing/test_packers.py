@@ -183,6 +183,6 @@ def test_shuffling_leaves_the_lengths_in_every_bin_alone():
 
 
 def test_importing_the_packers_compiles_nothing():
-    code = "from pipeline.packing import tree as p, patterns as q; print(p.write_bins.signatures, q._use.signatures)"
+    code = "import sys, pipeline.packing.packers, pipeline.packing.rows; print('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] []"
+    assert done.stdout.strip() == "False"
