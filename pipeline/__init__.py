@@ -7,9 +7,11 @@ if TYPE_CHECKING:
     from pipeline.building.driver import build as build
     from pipeline.config import BuildConfig as BuildConfig
     from pipeline.config import RecordOptions as RecordOptions
+    from pipeline.estimate.advisor import estimate_corpus as estimate_corpus
     from pipeline.packing.packers import PACKERS as PACKERS
     from pipeline.packing.packers import Bins as Bins
     from pipeline.packing.packers import pack as pack
+    from pipeline.report.inspection import inspect as inspect
 
 _HOMES = {
     "PACKERS": "pipeline.packing.packers",
@@ -17,9 +19,11 @@ _HOMES = {
     "BuildConfig": "pipeline.config",
     "RecordOptions": "pipeline.config",
     "build": "pipeline.building.driver",
+    "estimate_corpus": "pipeline.estimate.advisor",
+    "inspect": "pipeline.report.inspection",
     "pack": "pipeline.packing.packers",
 }
-__all__ = ["PACKERS", "Bins", "BuildConfig", "RecordOptions", "build", "pack"]
+__all__ = ["PACKERS", "Bins", "BuildConfig", "RecordOptions", "build", "estimate_corpus", "inspect", "pack"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ Nothing heavy is imported before a command runs, so `pack --help` answers at onc
 strings and loaded when asked for.
 """
 
+import io
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from pipeline.config import BuildConfig, RecordOptions
 from pipeline.recipe import kind_of, read_recipe, read_template, refuse_idle
 from shards.errors import PackError, counted
 from shards.settings import Setting, parse_mix, settings_of
+from shards.text import printable
 
 LAZY = {
     "train": "trainer.cli:train",
@@ -105,6 +107,8 @@ class PackGroup(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run as a program; an output that cannot be written (a full disk behind `>`) is one line on stderr too."""
+        if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding has not becomes a question mark
+            sys.stdout.reconfigure(errors="replace")
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
@@ -116,14 +120,37 @@ class PackGroup(click.Group):
             click.echo(f"Error: stdout: {reason}. Send the output elsewhere.", err=True)
             sys.exit(1)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse the flags in front of the command."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.ClickException as error:
+            _make_printable(error)
+            raise
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a fault that the user can mend is one line on stderr and exit code 1."""
+        """Run the command; an error that the user can fix is one line on stderr and exit code 1."""
         try:
             return super().invoke(ctx)
+        except click.ClickException as error:
+            _make_printable(error)
+            raise
         except PackError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             message = getattr(error, "flag_message", str(error))
-            raise click.ClickException(in_flags(message, command or self)) from error
+            raise click.ClickException(printable(in_flags(message, command or self))) from error
+
+
+def _make_printable(error: click.ClickException) -> None:
+    """Disarm what a file name that a shell expanded, or another argument, brings into click's own messages."""
+    for name, value in vars(error).items():
+        if isinstance(value, str):
+            setattr(error, name, printable(value, lines=True))
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines on stdout or stderr, whatever the names in them."""
+    click.echo(printable(text, lines=True), err=err)
 
 
 @click.group(cls=PackGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -246,7 +273,7 @@ def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
     elif "unfinished" not in manifest:
         from pipeline.report.dataset import summary_lines
 
-        click.echo("\n".join(summary_lines(manifest, out)))
+        say("\n".join(map(printable, summary_lines(manifest, out))))
 
 
 @main.command()
@@ -285,11 +312,11 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
     if as_json:
         click.echo(json.dumps(asdict(report) | {"ok": report.ok}))
     for problem in report.problems if not as_json else ():
-        click.echo(problem.message, err=True)
+        say(printable(problem.message), err=True)
     if not as_json and report.ok:
         rows = (report.shards_checked, "shard"), (report.packs_checked, "pack"), (report.tokens_checked, "token")
         seen = "files, sizes and sums" if level == "size" else ", ".join(counted(*each) for each in rows)
-        click.echo(f"{dataset}: sound ({level}: {seen} checked){report.against and '; '}{report.against}")
+        say(f"{dataset}: sound ({level}: {seen} checked){report.against and '; '}{report.against}")
     if not report.ok:
         raise SystemExit(1)
 

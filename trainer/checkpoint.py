@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from shards.errors import PackError, reason_of
+from shards.text import printable
 from trainer.distributed import World
 from trainer.slices import SliceReader, stage, write
 
@@ -185,15 +186,15 @@ class Checkpoints:
                 )
             files = content["files"]
             if strangers := {file.name for file in path.iterdir()} - {SEAL, *files}:
-                print(f"{path}: holds {min(strangers)}, a stranger; this checkpoint is skipped", file=sys.stderr)
+                _tell(f"{path}: holds {min(strangers)}, a stranger")
                 return False
             for name, (size, digest) in files.items():
                 file = path / name
                 if not file.exists() or file.stat().st_size != size or _hash(file) != digest:
-                    print(f"{file}: does not match its checksum; this checkpoint is skipped", file=sys.stderr)
+                    _tell(f"{file}: does not match its checksum")
                     return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            print(f"{path}: has no readable {SEAL}; this checkpoint is skipped", file=sys.stderr)
+            _tell(f"{path}: has no readable {SEAL}")
             return False
         return True
 
@@ -254,3 +255,8 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _tell(fault: str) -> None:
+    """Say on stderr why a checkpoint is passed over."""
+    print(printable(f"{fault}; this checkpoint is skipped"), file=sys.stderr)

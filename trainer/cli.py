@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli import given, options_of
+from pipeline.cli import given, options_of, say
 from shards.errors import PackError
 from shards.quiet import quiet
 from trainer.bench.config import PRESETS, BenchConfig
@@ -47,7 +47,7 @@ def train(as_json: bool, **flags: Any) -> None:
     except KeyboardInterrupt:
         saved = any(Path(config.out, "checkpoints").glob("step-*"))
         way = "add --resume to continue from the newest checkpoint" if saved else "there is no checkpoint yet"
-        click.echo(f"{config.out}: stopped; {way}.", err=True)
+        say(f"{config.out}: stopped; {way}.", err=True)
         raise SystemExit(130) from None
     if not result.is_main:
         return
@@ -57,7 +57,7 @@ def train(as_json: bool, **flags: Any) -> None:
     else:
         eval_loss = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"
         steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
-        click.echo(f"{steps}, loss {result.loss:.4f}{eval_loss}; model in {result.model_dir}")
+        say(f"{steps}, loss {result.loss:.4f}{eval_loss}; model in {result.model_dir}")
 
 
 @click.command(name="check-model")
@@ -74,7 +74,7 @@ def check_model(ctx: click.Context, model: str, as_json: bool) -> None:
     from trainer.model.loading import check_model as check
 
     report = check(model)
-    click.echo(json.dumps(asdict(report), default=str) if as_json else report.text())
+    say(json.dumps(asdict(report), default=str) if as_json else report.text())
     if not report.accepted:
         ctx.exit(1)
 
@@ -102,7 +102,7 @@ def bench(preset: str | None, html: str | None, as_json: bool, **flags: Any) -> 
     if html and not Path(html).resolve().parent.is_dir():  # known before minutes of measuring
         raise PackError(f"--html {html}: there is no such directory. Create it, or choose another file.")
     settings = PRESETS.get(preset or "", {}) | given(flags)
-    result = run_bench(BenchConfig(**settings), lambda line: click.echo(line, err=True))
+    result = run_bench(BenchConfig(**settings), lambda line: say(line, err=True))
     if as_json:
         click.echo(json.dumps(result))
     else:

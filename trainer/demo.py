@@ -18,7 +18,9 @@ from rich.text import Text
 
 from pipeline.cli import main
 from pipeline.report.runs import curve_points, read_run
+from pipeline.report.terminal import safe_text
 from shards.errors import PackError
+from shards.text import printable
 from trainer.demo_corpus import SEQ_LEN, VOCAB_SIZE, make_corpus, write_model_config
 
 VERSION = 2  # of what lies in the directory
@@ -93,11 +95,11 @@ def list_commands(out: Path, files: list[Path], tokenizer: Path, steps: int) -> 
 
 
 def _head(number: int, text: str) -> None:
-    Console(highlight=False).print(Text(f"\n{number}  {text}", style="bold cyan"), soft_wrap=True)
+    Console(highlight=False).print(Text(f"\n{number}  {printable(text)}", style="bold cyan"), soft_wrap=True)
 
 
 def _say(text: str) -> None:
-    Console(highlight=False).print(Text(f"   {text}"), soft_wrap=True)  # commands stay in one piece
+    Console(highlight=False).print(safe_text(f"   {text}"), soft_wrap=True)  # commands stay in one piece
 
 
 def _megabytes(path: Path) -> str:
@@ -148,5 +150,4 @@ def generate_text(model_dir: Path, prompt: str = "def ", tokens: int = 40) -> st
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, temperature=0.7, top_k=40,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    text = " ".join(tokenizer.decode(written[0], skip_special_tokens=True).split())
-    return "".join(letter for letter in text if letter.isprintable())  # a young model may write any byte
+    return " ".join(tokenizer.decode(written[0], skip_special_tokens=True).split())

@@ -25,6 +25,7 @@ from torch import nn
 
 from shards.cost import ModelCost
 from shards.errors import PackError
+from shards.text import printable
 from trainer.config import TrainConfig
 from trainer.model.loss import unwrap
 
@@ -154,6 +155,7 @@ class Metrics:
 
     def say(self, message: str) -> None:
         """Print one line on stderr, above the live line."""
+        message = printable(message)
         if self._live is not None:
             self._live.console.print(message, markup=False, highlight=False)
         elif self._file is not None:
@@ -185,7 +187,7 @@ def _step(line: str) -> int:
 
 
 def _one_line(text: str) -> Text:
-    return Text(text, no_wrap=True, overflow="ellipsis")  # cut where the terminal is narrow
+    return Text(printable(text), no_wrap=True, overflow="ellipsis")  # cut where the terminal is narrow
 
 
 def _describe(line: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from pipeline.building.driver import Progress
+from shards.text import printable
 
 
 class RichProgress(Progress):
@@ -55,4 +56,4 @@ class RichProgress(Progress):
 
     def say(self, message: str) -> None:
         """Show one line, on a terminal or not."""
-        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(message), markup=False, highlight=False, soft_wrap=True)

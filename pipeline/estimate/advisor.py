@@ -6,8 +6,9 @@ by bytes.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -58,24 +59,39 @@ class Sample:
 
 
 def estimate_corpus(
+    sources: str | Path | Sequence[str | Path],
+    tokenizer: str | Path,
     *,
-    sources: tuple[str, ...],
-    tokenizer: str,
-    records: RecordOptions,
-    source_records: dict[str, RecordOptions],
-    model: str | None,
-    seconds: float,
-    seed: int,
-    workers: int,
+    records: RecordOptions | None = None,
+    source_records: Mapping[str, RecordOptions] | None = None,
+    model: str | Path | None = None,
+    seconds: float = 20.0,
+    seed: int = 0,
+    workers: int = 1,
 ) -> Estimate:
-    """Resolve SOURCE arguments, a tokenizer and a model by name, and plan; see `estimate_sources`."""
+    """Say what a build would give with every seq_len and packer, from a sample of the corpus; nothing is written.
+
+    Args:
+        sources: SOURCE arguments of `pack build`, or one.
+        tokenizer: Directory or hub name.
+        records: How records become documents; None for plain text in the field `text`.
+        source_records: The same by source name.
+        model: Directory, config JSON or hub name of the model whose FLOPs and positions count; None for a usual shape.
+        seconds: Maximum time of sampling.
+        seed: Of the places that are sampled.
+        workers: Processes of the build whose time is estimated.
+
+    Raises:
+        PackError: Sources, tokenizer, model or options do not fit, or the sample holds no document.
+    """
     if not seconds > 0:  # nor a number at all
-        raise PackError(f"--seconds: {seconds:g}; expected more than 0, such as 20.")
-    shape = load_shape(model) if model else DEFAULT_SHAPE
-    found = resolve_sources(sources, records, source_records)
+        raise PackError(f"`seconds`: {seconds:g}; expected more than 0, such as 20.")
+    shape = load_shape(str(model)) if model else DEFAULT_SHAPE
+    listed = [sources] if isinstance(sources, str | Path) else sources
+    found = resolve_sources([str(source) for source in listed], records or RecordOptions(), source_records)
     if len({source.options.parse_special for source in found}) > 1:
-        raise PackError("--parse-special: differs between sources; a plan needs one for all. Estimate them one by one.")
-    encoder = Encoder(tokenizer, parse_special=found[0].options.parse_special)
+        raise PackError("`parse_special`: differs between sources; expected one value for all. Plan them one by one.")
+    encoder = Encoder(str(tokenizer), parse_special=found[0].options.parse_special)
     return estimate_sources(found, encoder, seconds=seconds, seed=seed, shape=shape, workers=workers)
 
 

@@ -1,11 +1,10 @@
 """What `pack plan` shows on a terminal."""
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from pipeline.estimate.records import Estimate, SampleFigures
 from pipeline.formatting import format_bytes, format_count, format_duration, format_share
-from pipeline.report.terminal import TableRows, join_with_blank_lines, label_table, make_table
+from pipeline.report.terminal import TableRows, join_with_blank_lines, label_table, make_table, safe_text
 from shards.errors import counted
 
 
@@ -34,12 +33,12 @@ def estimate_view(estimate: Estimate) -> Group:
     packers = ["seq_len", *dict.fromkeys(row["packer"] for row in estimate["outcomes"])]
     parts: list[RenderableType] = [label_table(rows)]
     if sample["rejected"]:
-        parts.append(Text(_rejection(sample), style="yellow"))
+        parts.append(safe_text(_rejection(sample), "yellow"))
     parts += [
         make_table(seq_lens, list(_by_seq_len(estimate)), "With the default packer"),
         make_table(packers, list(_by_packer(estimate)), "How full each packer fills packs"),
-        Text(f"cost: training FLOPs a token against the cheapest row, {estimate['model']}", style="dim"),
-        Text(f"→ {advice}", style="bold"),
+        safe_text(f"cost: training FLOPs a token against the cheapest row, {estimate['model']}", "dim"),
+        safe_text(f"→ {advice}", "bold"),
     ]
     return join_with_blank_lines(parts)
 

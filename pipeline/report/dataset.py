@@ -47,7 +47,7 @@ SEQ_LENS = tuple(1 << k for k in range(10, 18))
 "Capacities that reports and estimates try."
 
 
-def inspect(
+def inspect_dataset(
     dataset: Dataset,
     *,
     packs_per_step: int = 32,
@@ -135,7 +135,7 @@ def mix_passes(sources: Sequence[dict[str, Any]], mix: dict[str, float]) -> list
     tokens = {source["name"]: source["counts"]["tokens"]["packed"] for source in sources}
     for name in mix:
         if not tokens.get(name):
-            raise PackError(f"--mix {name}: the dataset has no tokens of such a source; it has {', '.join(tokens)}.")
+            raise PackError(f"`mix`: {name}; the dataset has no tokens of such a source, it has {', '.join(tokens)}.")
     pace = {name: weight / tokens[name] for name, weight in mix.items() if weight > 0}
     return [{"source": name, "weight": mix[name], "passes": rate / min(pace.values())} for name, rate in pace.items()]
 

@@ -82,7 +82,7 @@ def _hub_config(name: str) -> dict[str, Any]:
             return dict(AutoConfig.from_pretrained(name).to_dict())
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"--model {name}: no such directory, file or hub model ({reason_of(error)}). Name one with a config.json."
+            f"`model`: {name}; no such directory, file or hub model ({reason_of(error)}). Name one with a config.json."
         ) from error
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from shards.errors import PackError
+from shards.text import printable
 
 # Okabe and Ito: told apart by all
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")
@@ -72,7 +73,7 @@ def render_page(page: Page) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise PackError("--html: plotly is not installed. Run: pip install 'shardpack[report]'.") from error
+        raise PackError("`html`: plotly is not installed. Run: pip install 'shardpack[report]'.") from error
     template = Environment(autoescape=True, trim_blocks=True).from_string(
         files("pipeline.report").joinpath("page.html").read_text(encoding="utf-8")
     )
@@ -88,14 +89,14 @@ def write_page(page: Page, file: str) -> None:
     """
     text = render_page(page)
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        Path(file).write_bytes(text.encode("utf-8", "replace"))  # names that are not UTF-8
     except OSError as error:
-        raise PackError(f"--html {file}: cannot be written ({error.strerror}). Name another file.") from error
+        raise PackError(f"`html`: {file}; cannot be written ({error.strerror}). Name another file.") from error
 
 
 def escape_label(text: str) -> str:
     """Escape a name for use inside a plot, where plotly reads a few tags."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def make_plot(title: str, data: list[dict[str, Any]], *, x: str = "", y: str = "", **layout: Any) -> Plot:

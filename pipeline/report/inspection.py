@@ -1,13 +1,15 @@
 """What `pack inspect` is asked for: datasets or training runs, as data, as a terminal view and as a page."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
 
-from pipeline.report.dataset import fill_by_seq_len, inspect, to_histogram
-from pipeline.report.flops import DEFAULT_SHAPE, load_shape
+from pipeline.report.dataset import fill_by_seq_len, inspect_dataset, to_histogram
+from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, load_shape
 from pipeline.report.html import Page, write_page
 from pipeline.report.pages import comparison_page, dataset_page
 from pipeline.report.records import DatasetReport
@@ -46,10 +48,7 @@ class Inspection:
         shape = load_shape(model) if model else DEFAULT_SHAPE
         self.runs = [read_run(path) for path in paths] if kinds == {True} else []
         self.datasets = [] if self.runs else [Dataset(path) for path in paths]
-        self.reports = [inspect(d, packs_per_step=packs_per_step, shape=shape, mix=mix) for d in self.datasets]
-        for report, dataset in zip(self.reports, self.datasets, strict=True):
-            if rows:
-                report["row_statistics"] = row_statistics(dataset, shape)
+        self.reports = [_report(dataset, packs_per_step, shape, mix, rows) for dataset in self.datasets]
 
     def json(self) -> str:
         """Return the figures; one object for one path, a list for several."""
@@ -80,6 +79,39 @@ class Inspection:
         drawn = report.copy()
         drawn["fill_by_seq_len"] = fill_by_seq_len(typical_lengths(report))
         return dataset_page(drawn, sample_packs(dataset))
+
+
+def inspect(
+    path: str | Path,
+    *,
+    packs_per_step: int = 32,
+    model: str | Path | None = None,
+    mix: Mapping[str, float] | None = None,
+    rows: bool = False,
+) -> DatasetReport:
+    """Report on a dataset: what was packed and lost, lengths, costs, warnings; the fields are in `docs/report.md`.
+
+    Args:
+        path: Dataset directory.
+        packs_per_step: Packs that one optimizer step consumes.
+        model: Directory, config JSON or hub name of the model whose shape and limits count; None for a usual shape.
+        mix: Weight by source name, as training takes it.
+        rows: Whether to read every row, for exact lengths and duplicates: `row_statistics`.
+
+    Raises:
+        PackError: There is no finished dataset, or `model` or `mix` do not fit.
+    """
+    shape = load_shape(str(model)) if model else DEFAULT_SHAPE
+    return _report(Dataset(path), packs_per_step, shape, dict(mix or {}), rows)
+
+
+def _report(
+    dataset: Dataset, packs_per_step: int, shape: ModelShape, mix: dict[str, float], rows: bool
+) -> DatasetReport:
+    report = inspect_dataset(dataset, packs_per_step=packs_per_step, shape=shape, mix=mix)
+    if rows:
+        report["row_statistics"] = row_statistics(dataset, shape)
+    return report
 
 
 def typical_lengths(report: DatasetReport) -> np.ndarray:

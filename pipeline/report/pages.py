@@ -1,9 +1,9 @@
 """The page of one or several datasets: the report's figures as plots, its tables, a few packs, the plan."""
 
+import json
 from typing import Any
 
 import numpy as np
-import orjson
 
 from pipeline.formatting import format_bytes, format_share
 from pipeline.report.html import (
@@ -272,4 +272,4 @@ def _plan_table(report: DatasetReport) -> Table:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))

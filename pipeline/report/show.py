@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.formatting import format_share
+from pipeline.report.terminal import safe_text
 from shards.errors import PackError, counted
 from shards.plan import Plan
 from shards.reader import Dataset
+from shards.text import printable
 
 WINDOW_SHIFT = 32  # a doc_id is window number * 2^32 + the record's index in the window
 DecodedPack = dict[str, Any]
@@ -42,7 +44,7 @@ class Decoder:
         file = self.directory / "tokenizer.json"
         if not file.exists():
             raise PackError(f"{file}: is missing; expected the tokenizer of the build. See pack verify.")
-        return Tokenizer.from_file(str(file))
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))  # whatever the directory is called
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -187,7 +189,7 @@ def parse_document_id(text: str) -> int:
     """
     window, colon, record = text.rpartition(":")
     if not record.isdecimal() or (colon and not window.isdecimal()):
-        raise PackError(f"--doc {text}: is no document; expected its doc_id, or window:record such as 0:17.")
+        raise PackError(f"`doc`: {text}; is no document, expected its doc_id, or window:record such as 0:17.")
     return (int(window) << WINDOW_SHIFT) + int(record) if colon else int(record)
 
 
@@ -201,7 +203,7 @@ def rows_of_document(dataset: Dataset, document: int) -> list[int]:
     if not parts:
         name = f"{document >> WINDOW_SHIFT}:{document % 2**WINDOW_SHIFT}"
         raise PackError(
-            f"--doc {name}: no pack holds any token of it; it was dropped or does not exist. "
+            f"`doc`: {name}; no pack holds any token of it, it was dropped or does not exist. "
             f"See pack inspect {quote(str(dataset.path))}."
         )
     return list(dict.fromkeys(row for _, _, row in parts))
@@ -240,16 +242,16 @@ def segment_title(segment: DecodedPack, number: int) -> str:
 
 def pack_view(pack: DecodedPack, *, colour: bool) -> Iterator[Text]:
     """Yield the lines of a pack; where there is no colour, brackets stand around targets."""
-    yield Text(pack_title(pack), style="bold")
+    yield safe_text(pack_title(pack), "bold")
     for number, segment in enumerate(pack["segments"]):
-        yield Text(f"── {segment_title(segment, number)}", style="cyan")
+        yield safe_text(f"── {segment_title(segment, number)}", "cyan")
         line, inside = Text(), False
         for run in segment["runs"]:
             style = "bold magenta" if run["special"] else ("green" if run["trained"] else "dim")
             if not colour and run["trained"] != inside:
                 line.append("⟦" if run["trained"] else "⟧")
             inside = run["trained"]
-            text = run["text"].replace("\x1b", "␛")  # a terminal must not obey what a corpus says
+            text = printable(run["text"], lines=True)
             line.append(text, style=style + (" underline" if run["special"] and run["trained"] else ""))
         if not colour and inside:
             line.append("⟧")
@@ -294,7 +296,7 @@ def show_packs(
     elif grep is not None:
         rows = list(islice(rows_with_text(dataset, grep, decoder), limit))
         if not rows:
-            raise PackError(f"--grep {grep!r}: no segment of {path} holds this text. Check spelling and white space.")
+            raise PackError(f"`grep`: {grep!r}; no segment of {path} holds this text. Check spelling and white space.")
     colour = console.color_system is not None and not console.no_color
     for number in rows:
         pack = decode_pack(dataset, number, decoder, tokens=tokens)

@@ -12,6 +12,7 @@ from rich.text import Text
 from pipeline.formatting import balances, format_bytes, format_count, format_duration, format_reasons, format_share
 from pipeline.report.records import DatasetReport, DocumentSheet
 from shards.errors import counted
+from shards.text import printable
 
 LENGTHS = ("p1", "p5", "p25", "p50", "p75", "p95", "p99", "p99.9", "max")
 UNBOUNDED = 10_000  # columns, more than any line needs
@@ -27,13 +28,18 @@ def print_view(*parts: RenderableType) -> None:
     open_stdout().print(Group(*parts))
 
 
+def safe_text(text: str, style: str = "") -> Text:
+    """Return text, names of strangers and all, in one line that a terminal can show and will not obey."""
+    return Text(printable(text), style=style)
+
+
 def make_table(columns: list[str], rows: list[list[str]], title: str = "") -> RenderableType:
     """Return a table whose first column is text and the others figures; cells fold where the terminal is narrow."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
     for position, name in enumerate(columns):
-        table.add_column(name, justify="right" if position else "left", overflow="fold", header_style="dim")
+        table.add_column(safe_text(name), justify="right" if position else "left", overflow="fold", header_style="dim")
     for row in rows:
-        table.add_row(*[Text(cell) for cell in row])
+        table.add_row(*[safe_text(cell) for cell in row])
     return Group(Text(title, style="bold"), table) if title else table
 
 
@@ -43,15 +49,15 @@ def label_table(rows: list[list[str]]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in rows:
-        table.add_row(Text(label), Text(value))
+        table.add_row(safe_text(label), safe_text(value))
     return table
 
 
 def dataset_view(report: DatasetReport) -> Group:
     """Return everything about one dataset."""
-    parts: list[RenderableType] = [Text(report["path"], style="bold"), label_table(list(headline(report)))]
+    parts: list[RenderableType] = [safe_text(report["path"], "bold"), label_table(list(headline(report)))]
     parts += [make_table(columns, rows, title) for title, columns, rows in tables(report)]
-    parts += [Text(f"! {sentence}", style="yellow") for sentence in report["warnings"]]
+    parts += [safe_text(f"! {sentence}", "yellow") for sentence in report["warnings"]]
     return join_with_blank_lines(parts)
 
 
@@ -65,7 +71,7 @@ def comparison_view(reports: list[DatasetReport]) -> Group:
     paths = [report["path"] for report in reports]
     short = [path.rstrip("/").rpartition("/")[2] for path in paths]
     names = short if len(set(short)) == len(short) else paths  # whole paths leave little room for figures
-    warned = [Text(f"! {report['path']}: {text}", style="yellow") for report in reports for text in report["warnings"]]
+    warned = [safe_text(f"! {report['path']}: {text}", "yellow") for report in reports for text in report["warnings"]]
     return Group(make_table(["", "", *names], list(side_by_side(reports))), *warned)
 
 

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from rich.text import Text
-
 from pipeline.formatting import format_bytes, format_share
 from pipeline.report.html import Page, Section, Table, bar_trace, make_plot, write_page
-from pipeline.report.terminal import make_table, open_stdout
+from pipeline.report.terminal import make_table, open_stdout, safe_text
 from shards.errors import counted
 
 WIDE_ENOUGH = 140  # columns of a terminal for the whole table
@@ -77,11 +75,11 @@ def print_result(result: Result) -> None:
     """Print the table and what there is to say about it; a pipe gets all columns."""
     console = open_stdout()
     table = figures_table(result, console.width)
-    console.print(Text(describe_result(result), style="dim"), soft_wrap=True)
+    console.print(safe_text(describe_result(result), "dim"), soft_wrap=True)
     console.print(make_table(table.columns, table.rows))
     loud = len(result["disagreements"])
     for k, text in enumerate(remarks(result)):
-        console.print(Text(f"! {text}", style="bold red" if k < loud else "yellow"), soft_wrap=True)
+        console.print(safe_text(f"! {text}", "bold red" if k < loud else "yellow"), soft_wrap=True)
 
 
 def make_page(result: Result) -> Page:

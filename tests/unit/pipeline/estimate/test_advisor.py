@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import pipeline
 from pipeline.cli import main
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
@@ -189,3 +190,11 @@ def test_the_command_writes_nothing_and_prints_figures(corpus, tokenizer_dir, mo
     shown = CliRunner().invoke(main, ["plan", str(corpus), "--tokenizer", tokenizer_dir], catch_exceptions=False)
     assert "→ --seq-len" in shown.stdout
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_estimate_from_python_is_that_of_the_command(corpus, tokenizer_dir):
+    done = CliRunner().invoke(main, ["plan", str(corpus), "--tokenizer", tokenizer_dir, "--json", "--workers", "1"])
+    expected = json.loads(done.stdout)
+    found = pipeline.estimate_corpus(corpus, tokenizer_dir)
+    for key in ("corpus", "outcomes", "recommendation", "model"):
+        assert found[key] == expected[key]

@@ -8,7 +8,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from pipeline.report.dataset import inspect, summary_lines
+from pipeline.report.dataset import inspect_dataset, summary_lines
 from pipeline.report.feedings import BATCH, FEEDINGS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, shape_of
 from pipeline.report.padding import PADDED, LengthHistogram, compare_feedings
@@ -25,7 +25,7 @@ def dataset(write_dataset):
 
 
 def test_counts_and_fill_are_those_of_the_rows(dataset):
-    report = inspect(dataset)
+    report = inspect_dataset(dataset)
     tokens = [len(row["input_ids"]) for row in dataset]
     assert report["packs"] == len(tokens) == 8
     assert report["segments"] == sum(len(row["doc_ids"]) for row in dataset) == 17
@@ -42,7 +42,7 @@ def test_counts_and_fill_are_those_of_the_rows(dataset):
 
 def test_percentiles_are_nearest_ranks_of_the_lengths(dataset):
     lengths = sorted(itertools.chain(*WEB, *CODE))
-    figures = inspect(dataset)["lengths"]["documents"]
+    figures = inspect_dataset(dataset)["lengths"]["documents"]
     for p in (1, 5, 25, 50, 75, 95, 99, 99.9):
         rank = next(k for k in range(1, len(lengths) + 1) if k / len(lengths) * 100 >= p)
         assert figures[f"p{p:g}"] == lengths[rank - 1]
@@ -51,7 +51,9 @@ def test_percentiles_are_nearest_ranks_of_the_lengths(dataset):
 
 def test_percentiles_of_long_documents_are_within_two_percent(write_dataset):
     lengths = np.random.default_rng(1).integers(1, 8192, 500).tolist()
-    figures = inspect(Dataset(write_dataset({"web": [[n] for n in lengths]}, seq_len=8192)))["lengths"]["segments"]
+    figures = inspect_dataset(Dataset(write_dataset({"web": [[n] for n in lengths]}, seq_len=8192)))["lengths"][
+        "segments"
+    ]
     for p in (5, 50, 95):
         exact = np.percentile(lengths, p, method="inverted_cdf")
         assert figures[f"p{p}"] == pytest.approx(exact, rel=0.016)
@@ -59,7 +61,7 @@ def test_percentiles_of_long_documents_are_within_two_percent(write_dataset):
 
 def test_attention_work_is_the_sum_over_segments(dataset):
     pairs = [sum(n * (n + 1) // 2 for n in np.diff(row["cu_seqlens"]).tolist()) for row in dataset]
-    cost = inspect(dataset)["cost"]
+    cost = inspect_dataset(dataset)["cost"]
     assert cost["attention_pairs"] == sum(pairs)
     for low, packs in cost["octaves"]:
         assert packs == sum(low <= pair < 2 * low for pair in pairs)
@@ -70,7 +72,7 @@ def test_the_straggler_factor_of_one_step_is_its_costliest_pack_over_the_mean(da
     costs = [
         len(row["input_ids"]) + row["attention_pairs"] / 12288 for row in dataset
     ]  # as shards/order.py weighs them
-    eight, sixty_four, _ = inspect(dataset)["cost"]["straggler"]
+    eight, sixty_four, _ = inspect_dataset(dataset)["cost"]["straggler"]
     assert eight["ranks"] == len(costs) == 8
     assert eight["orders"]["shuffled"] == pytest.approx(max(costs) / mean(costs))
     assert eight["orders"]["cost-grouped"] == pytest.approx(max(costs) / mean(costs))
@@ -78,11 +80,15 @@ def test_the_straggler_factor_of_one_step_is_its_costliest_pack_over_the_mean(da
 
 
 def test_steps_and_left_over_packs_are_a_division(dataset):
-    assert inspect(dataset, packs_per_step=3)["steps"] == {"packs_per_step": 3, "per_epoch": 2, "left_over_packs": 2}
+    assert inspect_dataset(dataset, packs_per_step=3)["steps"] == {
+        "packs_per_step": 3,
+        "per_epoch": 2,
+        "left_over_packs": 2,
+    }
 
 
 def test_sources_share_tokens_and_targets(dataset):
-    web, code = inspect(dataset)["sources"]
+    web, code = inspect_dataset(dataset)["sources"]
     assert (web["name"], code["name"]) == ("web", "code")
     total = sum(map(sum, WEB)) + sum(map(sum, CODE))
     assert web["share_of_tokens"] == pytest.approx(sum(map(sum, WEB)) / total)
@@ -92,7 +98,9 @@ def test_sources_share_tokens_and_targets(dataset):
 
 def test_passes_of_a_mix_count_how_often_each_source_is_seen(dataset):
     web, code = sum(map(sum, WEB)), sum(map(sum, CODE))
-    entries = {entry["source"]: entry["passes"] for entry in inspect(dataset, mix={"web": 0.1, "code": 0.9})["mix"]}
+    entries = {
+        entry["source"]: entry["passes"] for entry in inspect_dataset(dataset, mix={"web": 0.1, "code": 0.9})["mix"]
+    }
     # after t tokens web was seen 0.1 t / web times, code 0.9 t / code times; web has been seen once at t = 10 web
     assert entries["web"] == pytest.approx(1)
     assert entries["code"] == pytest.approx(0.9 * (10 * web) / code)
@@ -101,14 +109,16 @@ def test_passes_of_a_mix_count_how_often_each_source_is_seen(dataset):
 @pytest.mark.parametrize("mix", [{"web": 1.0}, {"web": 1.0, "code": 0.0}])
 def test_a_source_that_a_mix_leaves_out_is_said_to_be_never_trained(dataset, mix):
     said = "Source 'code' has no weight in --mix, so it would never be trained."
-    assert said in inspect(dataset, mix=mix)["warnings"]
+    assert said in inspect_dataset(dataset, mix=mix)["warnings"]
     for other in ({}, {"web": 0.5, "code": 0.5}):
-        assert not [warning for warning in inspect(dataset, mix=other)["warnings"] if "never be trained" in warning]
+        assert not [
+            warning for warning in inspect_dataset(dataset, mix=other)["warnings"] if "never be trained" in warning
+        ]
 
 
 def test_a_mix_of_unknown_sources_is_refused(dataset):
-    with pytest.raises(PackError, match=r"--mix chat: .*it has web, code"):
-        inspect(dataset, mix={"chat": 1.0})
+    with pytest.raises(PackError, match=r"`mix`: chat; .*it has web, code"):
+        inspect_dataset(dataset, mix={"chat": 1.0})
 
 
 def batches(order):
@@ -216,19 +226,19 @@ def test_a_config_without_a_shape_is_refused():
     ],
 )
 def test_a_person_is_warned_in_plain_words(write_dataset, sources, options, expected):
-    warnings = inspect(Dataset(write_dataset(sources, **options)))["warnings"]
+    warnings = inspect_dataset(Dataset(write_dataset(sources, **options)))["warnings"]
     assert [w for w in warnings if expected in w], warnings
 
 
 def test_a_model_that_does_not_fit_is_named(dataset):
     small = ModelShape(name="m", weights=1, attention_width=1, full_layers=1, vocab_size=299, max_positions=63)
-    warnings = inspect(dataset, shape=small)["warnings"]
+    warnings = inspect_dataset(dataset, shape=small)["warnings"]
     assert [w for w in warnings if "largest id is 299, the model's vocabulary ends at 298" in w]
     assert [w for w in warnings if "longest segment has 64 tokens, the model takes 63" in w]
 
 
 def test_a_dataset_without_packs_has_a_report(write_dataset):
-    report = inspect(Dataset(write_dataset({"web": []})))
+    report = inspect_dataset(Dataset(write_dataset({"web": []})))
     assert report["packs"] == 0
     assert report["fill"]["rate"] == 0.0
     assert report["warnings"] == ["The dataset holds no pack. See what was dropped and why."]

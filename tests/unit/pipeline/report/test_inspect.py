@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import pipeline
 from pipeline.cli import main
 from pipeline.formatting import format_bytes, format_duration, format_reasons, format_share
 from pipeline.report.inspection import typical_lengths
@@ -172,3 +173,8 @@ def test_a_table_gives_up_space_before_it_breaks_a_number(columns):
     text = console.file.getvalue()
     assert all(cell in text for row in rows for cell in row)
     assert max(map(len, text.splitlines())) <= columns
+
+
+def test_a_report_from_python_is_that_of_the_command(dataset):
+    expected = json.loads(run(dataset, "--json", "--rows", "--packs-per-step", 4).output)
+    assert json.loads(json.dumps(pipeline.inspect(dataset, rows=True, packs_per_step=4))) == expected
