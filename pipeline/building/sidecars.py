@@ -56,6 +56,8 @@ class Survey(NamedTuple):
     "Whether it gave other ids than the reference in any window."
     trained_end_ids: set[int]
     "End marks that answers and documents were trained to end in: where a model made of them will stop."
+    spelled_controls: Record
+    "How many `texts` spell a control token without becoming one, and an `example`; empty where none does."
 
 
 def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
@@ -67,18 +69,22 @@ def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
     kept: set[str] = set()
     suspects: set[int] = set()
     trained_end_ids: set[int] = set()
+    spelled_controls: Record = {}
     totals, tally, lied = empty_counts(), Tally(max_rejected), False
     for sidecar in all_sidecars(store, num_windows):
         kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
         totals = add_counts(totals, sidecar["counts"])
         tally.add(sidecar["counts"], sidecar["rejected"])
         trained_end_ids |= set(sidecar["facts"].get("trained_end_ids", ()))
+        if spelled := sidecar["facts"].get("spelled_controls"):
+            texts = spelled_controls.get("texts", 0) + spelled["texts"]
+            spelled_controls = {"example": spelled["example"], **spelled_controls, "texts": texts}
         fact = sidecar["facts"]["tokenizer"]
         lied |= fact["guard"]["result"] == "differs"
         if fact["engine"] != REFERENCE:
             suspects.add(sidecar["window"])
     tally.check()
-    return Survey(totals, kept, suspects, lied, trained_end_ids)
+    return Survey(totals, kept, suspects, lied, trained_end_ids, spelled_controls)
 
 
 def all_sidecars(store: Store, num_windows: int) -> Iterator[Record]:

@@ -82,9 +82,11 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
     reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
     encoder = maker.encoder
     trusted = not encoder.guard_failed
+    encoder.spelled.take()
     limit = job.plan["seq_len"]
     documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
     if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
+        encoder.spelled.take()
         reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
         documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
     layout = layout_of(job.plan)
@@ -127,6 +129,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         "facts": {
             "tokenizer": encoder.facts(),
             "trained_end_ids": maker.trained_ends(documents),
+            "spelled_controls": encoder.spelled.take(),
             "host": platform.node(),
             "pid": os.getpid(),
             "stages_s": {name: round(seconds, 6) for name, seconds in stages.seconds.items()},

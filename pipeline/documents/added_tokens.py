@@ -47,6 +47,39 @@ class AddedTokens:
         return found
 
 
+class SpelledControls:
+    """Counts texts that spell control tokens, which they do not become.
+
+    Args:
+        texts: What control tokens look like.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.num_texts = 0
+        self.example = ""
+        heads: dict[str, list[str]] = {}
+        for text in texts:
+            heads.setdefault(text[0], []).append(text)
+        # One pattern a first character: it then begins with a literal, which `re` looks for at the speed of memory.
+        self._patterns = {head: re.compile(_trie_pattern(spelled)) for head, spelled in heads.items()}
+
+    def look_at(self, texts: Iterable[str]) -> None:
+        """Count those of the texts that spell a control token."""
+        for text in texts:
+            for head, pattern in self._patterns.items():
+                found = pattern.search(text) if head in text else None
+                if found is not None:
+                    self.num_texts += 1
+                    self.example = self.example or found[0]
+                    break
+
+    def take(self) -> dict[str, Any]:
+        """Return what was counted since the last call: `texts`, and one `example`; empty where there is none."""
+        counted = {"texts": self.num_texts, "example": self.example} if self.num_texts else {}
+        self.num_texts, self.example = 0, ""
+        return counted
+
+
 def _trie_pattern(words: Iterable[str]) -> str:
     """Return a regular expression that matches the longest of the words."""
     root: dict[str, Any] = {}

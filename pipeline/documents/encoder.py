@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.documents.added_tokens import SpelledControls
 from pipeline.documents.tokenizer import (
     JSON,
     full_json,
@@ -117,7 +118,9 @@ class Encoder:
         self.spec = spec_from_files(files, name)
         self.parse_special = parse_special
         self.guard_failed = False
-        self.content = full_json(parsed) if parse_special else plain_json(parsed)
+        named = self.spec.special_tokens.values()
+        self.content = full_json(parsed) if parse_special else plain_json(parsed, named)
+        self.spelled = SpelledControls(() if parse_special else self.spec.added)
         self._spans_tokenizer: Any = None
         self._control = np.zeros(self.spec.max_id + 1, dtype=bool)
         self._control[list(self.spec.added.values())] = not parse_special
@@ -141,6 +144,7 @@ class Encoder:
         Raises:
             TokenizerError: A text holds a lone surrogate, which has no UTF-8 form.
         """
+        self.spelled.look_at(texts)
         try:
             fast = self._run_fast(texts) if self._fast is not None else None
             return self._reference(texts) if fast is None else fast

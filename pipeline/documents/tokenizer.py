@@ -4,13 +4,14 @@
 against 1 s). `transformers` is imported only where there is no `tokenizer.json` to read. The digest covers what changes
 ids: the canonical `tokenizer.json`, the special ids and the chat template; not padding, truncation, names or limits.
 
-Control tokens are all added tokens except those made of white space alone (layout, as in Gemma); `plain_json` derives
-the tokenizer that cannot emit them, whatever the text says.
+Control tokens are the added tokens that are flagged special or look like marks (`<tool_call>`, `[INST]`). All others
+are text: words that somebody added, white space (layout, as in Gemma), single bytes. `plain_json` derives the tokenizer
+that cannot emit a control token, whatever the text says. Code that a tokenizer brings along is never run.
 """
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ FILES = (JSON, CONFIG, "special_tokens_map.json", TEMPLATE)
 MODEL = "config.json"
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+MARK = re.compile(r"[<\[{(|｜].*[>\]})|｜]", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class TokenizerSpec:
     suffix_ids: tuple[int, ...]
     "Ids that the tokenizer puts after a text."
     added: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
-    "Control tokens, text -> id: every added token but layout. Not in the plan: the digest covers it."
+    "Control tokens, text -> id; see `control_tokens`. Not in the plan: the digest covers it."
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
     "Control token -> those of lstrip, rstrip, single_word and special that it sets. Not in the plan."
     special_tokens: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -56,6 +58,9 @@ class TokenizerSpec:
     "The tokenizer's own chat template. Not in the plan: the digest covers it."
     named_templates: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     "Templates that the tokenizer names, default excepted; `tool_use` renders records with tools. Not in the plan."
+
+    dropout: float = field(default=0.0, compare=False)
+    "The share of merges that tokenizer.json leaves out at random; encoders leave out none. Not in the plan."
 
     def as_plan(self) -> dict[str, Any]:
         """Return the JSON-able part that identifies the tokenizer."""
@@ -102,7 +107,10 @@ def read_files(name_or_dir: str) -> dict[str, bytes]:
         )
     else:
         files = _download(name_or_dir)
-    return _with_eos(files, name_or_dir) if JSON in files else _convert(name_or_dir)
+    if JSON in files:
+        return _with_eos(files, name_or_dir)
+    _refuse_code(files, name_or_dir)
+    return _convert(name_or_dir)
 
 
 def _with_eos(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
@@ -153,12 +161,13 @@ def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> Tok
         digest=_digest(tokenizer, {**known, "chat_template": template, **({"named": templates} if templates else {})}),
         vocab_size=len(ids),
         max_id=max(ids.values()),
-        added=control_tokens(tokenizer),
+        added=control_tokens(tokenizer, special_tokens.values()),
         flags={
             token["content"]: tuple(name for name in ("lstrip", "rstrip", "single_word", "special") if token.get(name))
             for token in tokenizer.get("added_tokens") or ()
         },
         special_tokens=special_tokens,
+        dropout=float(tokenizer["model"].get("dropout") or 0.0),
         chat_template=template,
         named_templates=templates,
         **known,
@@ -190,10 +199,18 @@ def vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     return ids
 
 
-def control_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return text -> id of the added tokens that plain text must never become."""
+def control_tokens(tokenizer: Mapping[str, Any], named: Collection[str] = ()) -> dict[str, int]:
+    """Return text -> id of the added tokens that plain text must never become.
+
+    Args:
+        tokenizer: The parsed tokenizer.json.
+        named: Tokens with a role (`TokenizerSpec.special_tokens`), whatever they look like.
+    """
+    model = tokenizer["model"]
     return {
-        token["content"]: token["id"] for token in tokenizer.get("added_tokens") or () if not _is_text(token["content"])
+        token["content"]: token["id"]
+        for token in tokenizer.get("added_tokens") or ()
+        if token["content"] in named or not (_is_layout(token["content"]) or _is_word(token, model))
     }
 
 
@@ -206,24 +223,25 @@ def unknown_id(tokenizer: Mapping[str, Any]) -> int | None:
 
 
 def full_json(tokenizer: Mapping[str, Any]) -> bytes:
-    """Return the tokenizer that reads control text as control tokens: no padding, no truncation, nothing added."""
-    return orjson.dumps({**tokenizer, "padding": None, "truncation": None, "post_processor": None})
+    """Return the tokenizer that reads control text as control tokens: nothing padded, cut, added or left to chance."""
+    model = {**tokenizer["model"], "dropout": None} if tokenizer["model"].get("dropout") else tokenizer["model"]
+    return orjson.dumps({**tokenizer, "model": model, "padding": None, "truncation": None, "post_processor": None})
 
 
-def plain_json(tokenizer: Mapping[str, Any]) -> bytes:
-    """Return the tokenizer that reads control text as plain text.
+def plain_json(tokenizer: Mapping[str, Any], named: Collection[str] = ()) -> bytes:
+    """Return the tokenizer that reads control text as plain text; arguments as `control_tokens`.
 
     Removing the added tokens is not enough: a model's own vocabulary often holds them too, and every model but BPE (BPE
     as well with `ignore_merges`) looks whole pieces up there. So what can be looked up leaves the vocabulary, and with
     it the merges that spell it. All other ids stay: dictionaries may have holes; in Unigram, where an id is a position,
     the piece becomes the empty string, which no text contains.
     """
-    control = control_tokens(tokenizer)
-    layout = [token for token in tokenizer.get("added_tokens") or () if _is_text(token["content"])]
+    control = control_tokens(tokenizer, named)
+    kept = [token for token in tokenizer.get("added_tokens") or () if token["content"] not in control]
     model = dict(tokenizer["model"])
     vocab = model["vocab"]
     if isinstance(vocab, list):
-        model["vocab"] = [["", score] if piece in control else [piece, score] for piece, score in vocab]
+        model["vocab"] = _unigram_vocabulary(vocab, control, kept)
     elif not control.keys().isdisjoint(vocab):
         looked_up = "merges" not in model or model.get("ignore_merges")
         # Where merges alone decide, the entries stay: fastokens takes no vocabulary with holes.
@@ -236,13 +254,32 @@ def plain_json(tokenizer: Mapping[str, Any]) -> bytes:
             model["merges"] = [merge for merge in model["merges"] if not _spells(merge, control)]
     if isinstance(model["vocab"], dict):
         # Added tokens outside the vocabulary are numbered by position, so a kept one would change its id.
-        model["vocab"] = {**model["vocab"], **{token["content"]: token["id"] for token in layout}}
-    return full_json({**tokenizer, "model": model, "added_tokens": layout})
+        model["vocab"] = {**model["vocab"], **{token["content"]: token["id"] for token in kept}}
+    return full_json({**tokenizer, "model": model, "added_tokens": kept})
 
 
-def _is_text(content: str) -> bool:
-    """Whether an added token is ordinary text: white space, or the spelling of a single byte."""
+def _unigram_vocabulary(vocab: list[Any], control: Mapping[str, int], kept: list[dict[str, Any]]) -> list[Any]:
+    """Return the pieces without control text, and with kept tokens that stand behind them at the place of their id."""
+    pieces = [["", score] if piece in control else [piece, score] for piece, score in vocab]
+    lowest = min(score for _, score in vocab)  # changes no other score: that of unknown text hangs on the lowest
+    behind = {token["id"]: token["content"] for token in kept if token["id"] >= len(vocab)}
+    return pieces + [[behind.get(index, ""), lowest] for index in range(len(vocab), max(behind, default=-1) + 1)]
+
+
+def _is_layout(content: str) -> bool:
+    """Whether an added token is white space, or the spelling of a single byte."""
     return not content.replace("▁", " ").strip() or BYTE_TOKEN.fullmatch(content) is not None
+
+
+def _is_word(token: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Whether an added token is a word that somebody added, not a mark: transformers finds it in any text.
+
+    One that must stand alone (single_word) can only be kept where merges decide: models that look pieces up would find
+    it in places where it does not stand alone.
+    """
+    if token.get("special") or MARK.fullmatch(token["content"]) or token["content"] == model.get("unk_token"):
+        return False
+    return not token.get("single_word") or ("merges" in model and not model.get("ignore_merges"))
 
 
 def _spells(merge: str | list[str], control: Mapping[str, int]) -> bool:
@@ -334,6 +371,20 @@ def _unknown(name: str, error: Exception) -> TokenizerError:
     )
 
 
+def _refuse_code(files: Mapping[str, bytes], name: str) -> None:
+    """Refuse a tokenizer that is a program; transformers would offer to run it, and ask on the terminal."""
+    for file in (CONFIG, MODEL):
+        try:
+            code = orjson.loads(files.get(file, b"{}")).get("auto_map")
+        except (orjson.JSONDecodeError, AttributeError):
+            continue
+        if code and (file == CONFIG or "AutoTokenizer" in code):
+            raise TokenizerError(
+                f"--tokenizer: {name!r} brings code of its own (auto_map in {file}) and no tokenizer.json; code from a "
+                "tokenizer is never run here. Convert it to a tokenizer.json first."
+            )
+
+
 def _convert(name: str) -> dict[str, bytes]:
     """Let transformers turn a tokenizer without tokenizer.json (sentencepiece, tiktoken) into one that has it."""
     import tempfile
@@ -342,7 +393,7 @@ def _convert(name: str) -> dict[str, bytes]:
 
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = reason_of(error)
         raise TokenizerError(

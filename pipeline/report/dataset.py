@@ -272,6 +272,16 @@ def fill_by_seq_len(lengths: np.ndarray) -> list[FillAtLength]:
     return entries
 
 
+def _spelled_controls(facts: dict[str, Any]) -> list[str]:
+    """Say how many texts spell control tokens, as a line or none."""
+    spelled = facts.get("spelled_controls")
+    if not spelled:
+        return []
+    verb = "spells a control token" if spelled["texts"] == 1 else "spell control tokens"
+    what = f"{counted(spelled['texts'], 'text')} {verb}, such as {spelled['example']!r}"
+    return [f"control text: {what}; it was kept as text (--parse-special reads it as control tokens)"]
+
+
 def summary_lines(manifest: dict[str, Any], path: str) -> list[str]:
     """Return what a person wants to know when a build has finished, in a few lines."""
     totals, seq_len = manifest["totals"], manifest["seq_len"]
@@ -282,5 +292,6 @@ def summary_lines(manifest: dict[str, Any], path: str) -> list[str]:
     return [
         f"{path}: {', '.join(what)} in {counted(packs, 'pack')} of {seq_len:,} ({format_share(full)} full)",
         *(f"{thing} lost: {why}" for thing, why in losses if why),
+        *_spelled_controls(manifest["facts"]),
         f"dataset {manifest['dataset_id'][:16]}; see pack inspect {quote(path)}",
     ]

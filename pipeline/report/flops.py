@@ -79,7 +79,7 @@ def _hub_config(name: str) -> dict[str, Any]:
 
     try:
         with quiet():
-            return dict(AutoConfig.from_pretrained(name).to_dict())
+            return dict(AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict())
     except (OSError, ValueError) as error:
         raise ModelError(
             f"`model`: {name}; no such directory, file or hub model ({reason_of(error)}). Name one with a config.json."

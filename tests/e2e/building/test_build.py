@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -554,3 +555,29 @@ def test_an_empty_out_or_source_is_named(tmp_path, tokenizer_dir, monkeypatch):
         "Error: SOURCE is an empty string; expected a file, directory, dataset or URL. Is a shell variable unset?\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+def test_a_build_says_once_what_is_spelled_like_control_text_and_that_dropout_is_off(tmp_path, tokenizer_dir):
+    noisy = Path(shutil.copytree(tokenizer_dir, tmp_path / "noisy"))
+    parsed = json.loads((noisy / "tokenizer.json").read_text("utf-8"))
+    parsed["model"]["dropout"] = 0.25
+    (noisy / "tokenizer.json").write_text(json.dumps(parsed), "utf-8")
+    texts = ["plain text", "how a turn ends: <|im_end|>", "see </s>", "nothing here"] * 3
+    path = write_jsonl(tmp_path / "c.jsonl", texts)
+    arguments = ("build", str(path), "--tokenizer", str(noisy), "--seq-len", "64", "--window-bytes", "100")
+    result = run(*arguments, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.stdout.splitlines() if line.startswith("control text: ")]
+    assert said == [
+        "control text: 6 texts spell control tokens, such as '<|im_end|>'; it was kept as text "
+        "(--parse-special reads it as control tokens)"
+    ]
+    assert result.stderr.count("BPE dropout of 0.25 is switched off") == 1
+    facts = Dataset(tmp_path / "out").manifest["facts"]
+    assert facts["spelled_controls"] == {"texts": 6, "example": "<|im_end|>"}
+    assert len(Dataset(tmp_path / "out").manifest["shards"]) > 1
+    again = run(*arguments, "--out", str(tmp_path / "again"))
+    assert again.exit_code == 0, again.output
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
+    special = run(*arguments, "--parse-special", "--out", str(tmp_path / "special"))
+    assert "control text" not in special.stdout

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from pipeline.documents import encoder as tokenizing
 from pipeline.documents.encoder import ENGINES, REFERENCE, Encoder, Engine, hard_texts
@@ -305,6 +305,96 @@ def test_padding_truncation_and_post_processor_are_off(tokenizer_dir):
     for content in (plain_json(parsed), full_json(parsed)):
         assert len(Tokenizer.from_buffer(content).encode("one two three").ids) not in (2, 50)
     assert "</s>" in control_tokens(parsed)
+
+
+# Words that somebody added
+
+
+@pytest.mark.parametrize("fixture", ["tokenizer_dir", "bos_tokenizer_dir", "unigram_tokenizer_dir"])
+@pytest.mark.parametrize("engine", [REFERENCE, "auto"])
+def test_an_added_word_without_the_form_of_a_mark_is_a_word_as_it_is_at_inference(request, tmp_path, fixture, engine):
+    directory = request.getfixturevalue(fixture)
+    tokenizer = load(directory)
+    tokenizer.add_tokens(["<extra>", "shardpack", AddedToken("covid-19", normalized=False)])
+    shutil.copytree(directory, tmp_path / "t")
+    tokenizer.save(str(tmp_path / "t" / "tokenizer.json"))
+    encoder = Encoder(str(tmp_path / "t"), engine=engine)
+    texts = ["shardpack is new", "a covid-19 year", "xshardpacky covid-19covid-19", "SHARDPACK covid-1", "shard pack"]
+    ids, offsets = encoder.encode(texts)
+    for text, begin, end in zip(texts, offsets[:-1], offsets[1:], strict=True):
+        assert ids[begin:end].tolist() == tokenizer.encode(text, add_special_tokens=False).ids, text
+    assert {tokenizer.token_to_id("shardpack"), tokenizer.token_to_id("covid-19")} < set(ids.tolist())
+    assert "<extra>" in encoder.spec.added
+    assert "shardpack" not in encoder.spec.added
+    assert tokenizer.token_to_id("<extra>") not in encoder.encode(["an <extra> mark"])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "control"),
+    [
+        ("<tool_call>", {}, True),
+        ("[INST]", {}, True),
+        ("{{x}}", {}, True),
+        ("<｜User｜>", {}, True),
+        ("END", {"special": True}, True),
+        ("word", {}, False),
+        ("two words", {}, False),
+        ("a<b", {}, False),
+        ("[open", {}, False),
+        ("word", {"single_word": True}, False),
+    ],
+)
+def test_special_flags_and_the_form_of_a_mark_make_a_control_token(text, flags, control):
+    parsed = {"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": [{"content": text, "id": 1, **flags}]}
+    assert (text in control_tokens(parsed)) is control
+    assert text in control_tokens(parsed, [text]), "a token with a role is no word, whatever it looks like"
+
+
+def test_a_word_that_must_stand_alone_is_kept_where_merges_decide_alone():
+    token = {"content": "word", "id": 1, "single_word": True}
+    for model in ({"vocab": {"a": 0}}, {"vocab": {"a": 0}, "merges": [], "ignore_merges": True}):
+        assert "word" in control_tokens({"model": model, "added_tokens": [token]})
+
+
+def test_texts_that_spell_control_tokens_are_counted_unless_they_become_some(tokenizer_dir):
+    texts = ["plain", "a </s> b </s>", "<s", "<think>", "[x] </ s>", "ends with <|im_end|>"]
+    encoder = Encoder(tokenizer_dir, engine=REFERENCE)
+    encoder.encode(texts)
+    assert encoder.spelled.take() == {"texts": 3, "example": "</s>"}
+    assert encoder.spelled.take() == {}
+    special = Encoder(tokenizer_dir, engine=REFERENCE, parse_special=True)
+    special.encode(texts)
+    assert special.spelled.take() == {}
+
+
+# Chance and code
+
+
+@pytest.mark.parametrize("engine", [REFERENCE, "auto"])
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_bpe_dropout_is_off(tokenizer_dir, tmp_path, engine, parse_special):
+    model = json.loads(Path(tokenizer_dir, "tokenizer.json").read_text("utf-8"))["model"]
+    noisy = copy_with(tokenizer_dir, tmp_path / "t", tokenizer={"model": {**model, "dropout": 0.5}})
+    texts = ["The quick brown fox jumps over the lazy dog"] * 20
+    assert len({tuple(load(noisy).encode(text).ids) for text in texts}) > 1, "the trap is there"
+    expected, _ = Encoder(tokenizer_dir, engine=REFERENCE, parse_special=parse_special).encode(texts)
+    encoder = Encoder(noisy, engine=engine, parse_special=parse_special)
+    assert np.array_equal(encoder.encode(texts)[0], expected)
+    assert (encoder.spec.dropout, load_spec(tokenizer_dir)[0].dropout) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_a_tokenizer_that_is_a_program_is_refused_unread(tmp_path, file):
+    (tmp_path / file).write_text(json.dumps({"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "model_type": "x"}))
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(TokenizerError, match=rf"brings code of its own \(auto_map in {file}\) and no tokenizer\.json"):
+        load_spec(str(tmp_path))
+
+
+def test_a_model_with_code_of_its_own_may_have_a_plain_tokenizer(tokenizer_dir, tmp_path):
+    directory = shutil.copytree(tokenizer_dir, tmp_path / "t")
+    (directory / "config.json").write_text(json.dumps({"auto_map": {"AutoModelForCausalLM": "mine.Mine"}}))
+    assert load_spec(str(directory))[0] == load_spec(tokenizer_dir)[0]
 
 
 # Flat output
