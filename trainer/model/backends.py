@@ -343,7 +343,7 @@ def pick_backend(name: str, *needs: Needs, prove: bool = False) -> tuple[str, li
         ModelError: The forced backend is unknown or cannot serve these needs.
     """
     if name != "auto" and name not in ATTENTION_BACKENDS:
-        raise ModelError(f"attention: {name}; expected one of auto, {', '.join(ATTENTION_BACKENDS)}.")
+        raise ModelError(f"`attention`: {name!r}; expected one of auto, {', '.join(ATTENTION_BACKENDS)}.")
     lines: list[str] = []
     for key, backend in ATTENTION_BACKENDS.items():
         if name not in ("auto", key):
@@ -356,7 +356,11 @@ def pick_backend(name: str, *needs: Needs, prove: bool = False) -> tuple[str, li
             slow = ", one host sync per layer" if key == "cpu" and needs[0].device.type == "cuda" else ""
             return key, [*lines, f"attention {key}: {'chosen' if name == 'auto' else 'asked for'}{slow}"]
         lines.append(f"attention {key}: passed over, {reason}")
-    raise ModelError(f"{lines[0]}; expected a backend that serves the model. Use attention auto, or another backend.")
+    refused = lines[0].partition(": ")[2]
+    raise ModelError(
+        f'`attention="{name}"`: {refused}; expected a backend that serves the model. '
+        'Use `attention="auto"`, or another backend.'
+    )
 
 
 def pick_backends(name: str, needs: Sequence[Needs], *, prove: bool = False) -> tuple[Backends, list[str]]:

@@ -37,7 +37,7 @@ def replace_layers(model: Any, mode: str, device: torch.device) -> list[str]:
             return ["liger kernels: in place"]
         reason = f"liger-kernel does not know models of type {model.config.model_type}"
     if mode == "on":
-        raise ModelError(f"--liger on: {reason}; expected a model that it serves. Use --liger auto.")
+        raise ModelError(f'`liger="on"`: {reason}; expected a model that it serves. Use `liger="auto"`.')
     return [f"liger kernels: passed over, {reason}"]
 
 

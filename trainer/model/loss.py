@@ -218,8 +218,9 @@ class PackedLM(nn.Module):
         super().__init__()
         if liger == "on" and not (plain_head and weighting == "token"):
             raise ModelError(
-                f"--liger on: its fused loss takes plain heads and weighting by token; this head is "
-                f"{'plain' if plain_head else 'scaled or soft-capped'}, weighting is by {weighting}. Use --liger auto."
+                '`liger="on"`: its fused loss takes plain heads and weighting by token; this head is '
+                f"{'plain' if plain_head else 'scaled or soft-capped'}, weighting is by {weighting}. "
+                'Use `liger="auto"`.'
             )
         self.model = model
         self.backend = backend

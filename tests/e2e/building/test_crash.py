@@ -387,7 +387,7 @@ def test_a_full_disk_is_one_line_about_space_and_resumes_when_there_is_room(serv
 def liar(honest_documents: int) -> Engine:
     """An engine that gives the reference's ids for a while, then others."""
 
-    def open_liar(content: bytes) -> pipeline.tokenizing.Encode:
+    def open_liar(content: bytes) -> pipeline.documents.encoder.Encode:
         reference, seen = ENGINES["tokenizers"].open(content), [0]
 
         def encode(texts: list[str]) -> Any:
@@ -410,8 +410,8 @@ class Listener(pipeline.building.driver.Progress):
 
 def test_a_lying_engine_costs_time_but_never_a_token(monkeypatch, options, clean, tmp_path):
     listener = Listener()
-    monkeypatch.setitem(ENGINES, "liar", liar(150))
-    manifest = build(BuildConfig(out=str(tmp_path / "out"), tokenizer_engine="liar", **options), listener)
+    monkeypatch.setitem(ENGINES, "gigatoken", liar(150))
+    manifest = build(BuildConfig(out=str(tmp_path / "out"), tokenizer_engine="gigatoken", **options), listener)
     assert arrow_files(tmp_path / "out") == clean
     assert "gave other ids than the reference" in listener.said[0]
     results = {(fact["engine"], fact["guard"]["result"]) for fact in manifest["facts"]["tokenizer"]}
@@ -422,18 +422,18 @@ def test_a_lie_in_one_part_of_a_job_array_has_the_other_parts_built_again(monkey
     listener = Listener()
     out = str(tmp_path / "out")
     for part, honest in ((0, 10_000), (1, 0), (2, 10_000)):
-        monkeypatch.setitem(ENGINES, "liar", liar(honest))
-        build(BuildConfig(out=out, tokenizer_engine="liar", windows=f"{part}::3", **options), listener)
+        monkeypatch.setitem(ENGINES, "gigatoken", liar(honest))
+        build(BuildConfig(out=out, tokenizer_engine="gigatoken", windows=f"{part}::3", **options), listener)
     assert arrow_files(tmp_path / "out") == clean
     assert f"building its {NUM_WINDOWS * 2 // 3} windows again" in listener.said[-1]
 
 
 def test_a_liar_that_was_killed_with_its_build_is_found_out_on_resume(monkeypatch, options, clean, tmp_path):
     out = str(tmp_path / "out")
-    monkeypatch.setitem(ENGINES, "liar", liar(150))
+    monkeypatch.setitem(ENGINES, "gigatoken", liar(150))
     monkeypatch.setattr("pipeline.building.driver._redo", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        build(BuildConfig(out=out, tokenizer_engine="liar", **options))
+        build(BuildConfig(out=out, tokenizer_engine="gigatoken", **options))
     monkeypatch.undo()
     build(BuildConfig(out=out, resume=True, **options))
     assert arrow_files(tmp_path / "out") == clean

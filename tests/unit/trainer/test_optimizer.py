@@ -105,12 +105,12 @@ def test_adapter_targets_that_do_not_exist_are_refused(model_config):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schedule": "step"}, "--schedule: 'step'; expected one of cosine"),
+        ({"schedule": "step"}, "`schedule`: 'step'; expected one of cosine"),
         ({"steps": 0}, "--steps: 0; expected at least 1"),
         ({"lr": math.inf}, "--lr: inf"),
         ({"clip": -1.0}, "--clip: -1.0"),
         ({"epochs": 0.0}, "--epochs: 0.0"),
-        ({"dtype": "fp16"}, "--dtype: 'fp16'"),
+        ({"dtype": "fp16"}, "`dtype`: 'fp16'"),
         ({"eval_every": 2}, "Add --eval DATASET"),
     ],
 )

@@ -103,13 +103,15 @@ def test_a_backend_can_be_forced() -> None:
 
 
 def test_a_forced_backend_that_cannot_serve_is_an_error() -> None:
-    with pytest.raises(PackError, match=r"attention torch: passed over, runs on CUDA devices only.*Use attention auto"):
+    with pytest.raises(
+        PackError, match=r'`attention="torch"`: passed over, runs on CUDA devices only.*Use `attention="auto"`'
+    ):
         pick_backend("torch", CPU)
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
     with pytest.raises(
-        PackError, match=r"attention: flash; expected one of auto, flash-attn-4, flash-attn, torch, cpu\."
+        PackError, match=r"`attention`: 'flash'; expected one of auto, flash-attn-4, flash-attn, torch, cpu\."
     ):
         pick_backend("flash", CPU)
 

@@ -195,13 +195,13 @@ def test_the_choice_of_attention_is_among_the_notes(config: Write) -> None:
     loaded = load_model(config("llama"), compute_dtype=torch.bfloat16)
     assert loaded.backend == "cpu"
     assert "attention torch: passed over, runs on CUDA devices only, the model is on cpu" in loaded.notes
-    with pytest.raises(ModelError, match="attention flash-attn: passed over"):
+    with pytest.raises(ModelError, match='`attention="flash-attn"`: passed over'):
         load_model(config("llama"), attention="flash-attn")
 
 
 def test_ligers_layers_need_a_gpu(config: Write) -> None:
     assert any("liger kernels: passed over" in note for note in load_model(config("llama")).notes)
-    with pytest.raises(ModelError, match="--liger on: liger kernels run on CUDA devices only"):
+    with pytest.raises(ModelError, match='`liger="on"`: liger kernels run on CUDA devices only'):
         load_model(config("llama"), liger="on")
 
 
