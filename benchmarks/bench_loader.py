@@ -157,7 +157,7 @@ def measure(arguments: argparse.Namespace) -> WriteUp:
             for reader, _, run_epoch in readers:
                 timings[reader].append(run_epoch())
                 tell(f"{reader}: {timings[reader][-1].tokens / timings[reader][-1].wall / 1e6:,.0f} Mtok/s")
-        stored = sum(record["bytes"] for record in dataset.manifest["shards"]) / int(dataset.index.num_tokens.sum())
+        stored = sum(record["bytes"] for record in dataset.shards) / int(dataset.index.num_tokens.sum())
     bound = timings[readers[0][0]]
     fastest = min(timing.wall / timing.tokens for timing in bound[1:])
     rows = []

@@ -9,22 +9,26 @@ from pipeline.packing.packers import PACKERS
 from pipeline.packing.rows import assemble_rows
 from pipeline.tokens import Documents
 from shards import Dataset
-from shards.manifest import commit, empty_counts, length_histogram
-from shards.plan import plan_id
+from shards.counts import empty_counts, length_histogram
+from shards.manifest import commit
+from shards.plan import make_plan, make_source, plan_id
 from shards.publish import LocalStore, canonical
-from shards.schema import FORMAT, VERSION, layout_of
-from shards.writer import encode_index, write_shard
+from shards.schema import layout_of
+from shards.sidecar import make_sidecar
+from shards.writer import write_shard
 
 WINDOW_TOKENS = 1 << 24
 
 
 def write_dataset(path: Path, lengths: np.ndarray, seq_len: int, vocab_size: int, packer: str = "auto") -> Dataset:
     """Write documents of these lengths, in tokens, as a dataset; every token but a document's first is a target."""
-    plan = {
-        "format": FORMAT, "version": VERSION, "recipe": 1, "seq_len": seq_len, "seed": 0, "position_ids": True,
-        "packer": {"name": packer, "max_segments": None}, "sources": [{"name": "random"}], "windows": [],
-        "tokenizer": {"digest": "0" * 64, "vocab_size": vocab_size, "max_id": vocab_size - 1}, "part_bytes": 0,
-    }  # fmt: skip
+    plan = make_plan(
+        seq_len=seq_len,
+        packer=packer,
+        loss_mask=False,
+        tokenizer={"digest": "0" * 64, "vocab_size": vocab_size, "max_id": vocab_size - 1},
+        sources=[make_source("random")],
+    )
     store, sidecars, rng, layout = LocalStore(path), [], np.random.default_rng(0), layout_of(plan)
     store.create()
     store.put("plan.json", canonical(plan))
@@ -37,14 +41,19 @@ def write_dataset(path: Path, lengths: np.ndarray, seq_len: int, vocab_size: int
         )
         segments = cut(here.astype(np.int64), seq_len, "split")
         rows = assemble_rows(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
-        sidecars.append(
-            {
-                "window": window, "source": "random", "counts": empty_counts(), "bound_packs": 0, "longest": [],
-                "lengths": length_histogram(here), "segment_lengths": length_histogram(segments.length),
-                "shard": write_shard(store, layout, plan_id(plan), window, rows), "rejected": [],
-                "index": encode_index(rows.index()),
-                "facts": {"stages_s": {}, "tokenizer": {"engine": "", "version": "", "guard": {"result": ""}}},
-            }
-        )  # fmt: skip
+        counts = empty_counts()
+        counts["packs"], counts["segments"] = len(rows), len(segments.length)
+        counts["tokens"] = {"read": int(here.sum()), "packed": int(here.sum()), "lost": {}}
+        sidecar = make_sidecar(
+            plan_id=plan_id(plan),
+            window=window,
+            source="random",
+            shard=write_shard(store, layout, plan_id(plan), window, rows),
+            counts=counts,
+            index=rows.index(layout),
+            lengths=length_histogram(here),
+            segment_lengths=length_histogram(segments.length),
+        )
+        sidecars.append(sidecar)
     commit(store, plan, sidecars, {}, {})
     return Dataset(path)

@@ -1,98 +1,65 @@
-"""Sidecars (the commit of one window) and the manifest (the commit of the dataset).
+"""The manifest: the commit of a dataset.
 
-A sidecar says everything about its window that the manifest needs, its rows of the index included, so committing a
-dataset reads sidecars one after another and never opens a shard. Counts form a balance sheet: documents read = packed +
-dropped, tokens read = packed + lost, targets read = packed + lost, each with its reasons.
+Committing reads the sidecars one after another and never opens a shard; memory stays flat whatever their number, and
+the manifest itself does not grow with it, since shard list and index are tables beside it.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from typing import Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
+from shards.counts import Counts, Histogram, HistogramSum, add_counts, add_numbers, empty_counts, imbalance
 from shards.errors import FormatError
-from shards.plan import Plan, plan_id
-from shards.publish import Store, canonical, seal, unseal
-from shards.schema import FORMAT, INDEX_SCHEMA, VERSION, layout_of
-from shards.writer import decode_index, write_stream
+from shards.plan import FORMAT, VERSION, Plan, TokenizerPlan, plan_id
+from shards.publish import Store, canonical, seal
+from shards.schema import layout_of
+from shards.sidecar import MAX_LONGEST, LongDocument, ShardRecord, Sidecar, decode_index, sidecar_name
+from shards.tables.mapped import TableEntry, write_table
+from shards.tables.shard_list import SHARDS_FILE, SHARDS_SCHEMA, dataset_id, list_columns
 
-Record = dict[str, Any]
-LONGEST = 10  # over-long documents named in a report
-HISTOGRAMS = ("lengths", "segment_lengths")  # of documents as tokenized, of segments as packed
-
-# exact up to 256 tokens, then 64 classes an octave: within 1.6 % anywhere
-LENGTH_EDGES = np.concatenate(
-    [np.arange(1, 256)] + [(1 << octave) + np.arange(64) * (1 << (octave - 6)) for octave in range(8, 31)]
-).astype(np.int64)
+INDEX_FILE = "index.arrow"
+LISTED_AT_ONCE = 4096  # shards whose entries are written together
 
 
-def length_histogram(lengths: np.ndarray) -> list[list[int]]:
-    """Count documents or segments by length.
+class SourceTotals(TypedDict):
+    """What a manifest says of one source."""
 
-    Args:
-        lengths: Tokens of each, int (n,), each >= 1.
-
-    Returns:
-        `[lower edge of the class, how many, tokens]` for every class that is not empty, rising.
-    """
-    classes = np.searchsorted(LENGTH_EDGES, lengths, side="right") - 1
-    counts = np.bincount(classes, minlength=len(LENGTH_EDGES))
-    tokens = np.bincount(classes, weights=lengths, minlength=len(LENGTH_EDGES))
-    return [[int(LENGTH_EDGES[k]), int(counts[k]), int(tokens[k])] for k in np.flatnonzero(counts)]
+    name: str
+    counts: Counts
+    lengths: Histogram
+    segment_lengths: Histogram
+    bound_packs: int
+    longest: list[LongDocument]
 
 
-def empty_counts() -> Record:
-    """Return a balance sheet of nothing."""
-    return {
-        "documents": {"read": 0, "packed": 0, "split": 0, "truncated": 0, "dropped": {}},
-        "tokens": {"read": 0, "packed": 0, "lost": {}},
-        "targets": {"read": 0, "packed": 0, "lost": {}},
-        "segments": 0,
-        "packs": 0,
-    }
+class Maxima(TypedDict):
+    """The largest values of columns of the index, known without reading it; 0 where there is no pack."""
+
+    max_seqlen: int
+    num_segments: int
 
 
-def add_counts(left: Record, right: Record) -> Record:
-    """Return the sum of two balance sheets, reason by reason."""
-    total = dict(left)
-    for key, value in right.items():
-        total[key] = add_counts(total.get(key, {}), value) if isinstance(value, dict) else total.get(key, 0) + value
-    return total
+class Manifest(TypedDict):
+    """The commit of a dataset."""
 
-
-def imbalance(counts: Record) -> str | None:
-    """Return what does not add up in a balance sheet, or None."""
-    for thing, losses in (("documents", "dropped"), ("tokens", "lost"), ("targets", "lost")):
-        sheet = counts[thing]
-        lost = sum(sheet[losses].values())
-        if sheet["read"] != sheet["packed"] + lost:
-            return f"{thing} read {sheet['read']:,} is not packed {sheet['packed']:,} + {losses} {lost:,}"
-    return None
-
-
-def sidecar_name(window: int) -> str:
-    """Return the sidecar's place in the dataset."""
-    return f"shards/{window:08d}.json"
-
-
-def read_sidecar(store: Store, window: int) -> Record | None:
-    """Return a window's sidecar, or None where the window is not committed.
-
-    Raises:
-        FormatError: The sidecar is damaged.
-    """
-    name = sidecar_name(window)
-    data = store.get(name)
-    return None if data is None else unseal(data, f"{store.location}/{name}", "F5")
-
-
-def dataset_id(plan_identity: str, shards: Iterable[Record]) -> str:
-    """Return the identity of a dataset: sha256 over its plan and its shards' contents."""
-    lines = [[shard["file"], shard["xxh3_128"], shard["rows"], shard["tokens"]] for shard in shards]
-    return hashlib.sha256(canonical([plan_identity, lines])).hexdigest()
+    format: str
+    version: int
+    dataset_id: str
+    plan_id: str
+    seq_len: int
+    packer: str
+    tokenizer: TokenizerPlan
+    tokenizer_files: dict[str, str]
+    totals: Counts
+    sources: list[SourceTotals]
+    maxima: Maxima
+    shards: TableEntry
+    index: TableEntry
+    facts: dict[str, Any]
 
 
 def digest_files(files: dict[str, bytes]) -> dict[str, str]:
@@ -101,9 +68,9 @@ def digest_files(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def commit(
-    store: Store, plan: Plan, sidecars: Iterable[Record], tokenizer_files: dict[str, bytes], facts: Record
-) -> Record:
-    """Write `index.arrow`, the files that `datasets` reads, and last the manifest.
+    store: Store, plan: Plan, sidecars: Iterable[Sidecar], tokenizer_files: dict[str, bytes], facts: dict[str, Any]
+) -> Manifest:
+    """Write the shard list, the index, the files that `datasets` reads, and last the manifest.
 
     Args:
         store: The dataset.
@@ -114,86 +81,144 @@ def commit(
 
     Returns:
         The manifest.
+
+    Raises:
+        FormatError: A sidecar is damaged, or the counts do not add up.
+        PackError: Another build has committed meanwhile.
     """
-    identity = plan_id(plan)
-    shards: list[Record] = []
-    sources: dict[str, Record] = {source["name"]: _new_source(source["name"]) for source in plan["sources"]}
-    rejected: list[bytes] = []
+    identity, layout = plan_id(plan), layout_of(plan)
+    gathered = _Gathered(plan, facts.get("stages_s", {}))
 
-    stages: Record = facts.get("stages_s", {})
-    engines: dict[bytes, Record] = {}
-
-    def index_batches() -> Iterator[pa.RecordBatch]:
-        nonlocal stages
+    def index_parts() -> Iterator[dict[str, np.ndarray]]:
         for sidecar in sidecars:
-            shards.append(sidecar["shard"] | {"window": sidecar["window"], "source": sidecar["source"]})
-            _add_window(sources[sidecar["source"]], sidecar)
-            stages = add_counts(stages, sidecar["facts"]["stages_s"])
-            engine = sidecar["facts"]["tokenizer"]
-            engines[canonical([engine["engine"], engine["version"], engine["guard"]["result"]])] = engine
-            rejected.extend(canonical(entry) + b"\n" for entry in sidecar["rejected"])
-            yield from decode_index(sidecar["index"]).to_batches()
+            table = decode_index(sidecar, layout.index_schema(), f"{store.location}/{sidecar_name(sidecar['window'])}")
+            columns = {name: table.column(name).to_numpy() for name in table.schema.names}
+            gathered.add(sidecar, columns)
+            yield columns
 
-    _, index = write_stream(store, "index.arrow", INDEX_SCHEMA, index_batches())
-    totals = empty_counts()
-    for source in sources.values():
-        for name in HISTOGRAMS:
-            source[name] = [[edge, *counts] for edge, counts in sorted(source[name].items())]
-        totals = add_counts(totals, source["counts"])
-    manifest = {
+    index = write_table(store, INDEX_FILE, layout.index_schema(), index_parts())
+    shards = write_table(store, SHARDS_FILE, SHARDS_SCHEMA, gathered.listed())
+    sources = gathered.sums.figures()
+    totals = reduce(add_counts, (source["counts"] for source in sources), empty_counts())
+    manifest: Manifest = {
         "format": FORMAT,
         "version": VERSION,
-        "dataset_id": dataset_id(identity, shards),
+        "dataset_id": dataset_id(identity, gathered.listed()),
         "plan_id": identity,
         "seq_len": plan["seq_len"],
         "packer": plan["packer"]["name"],
         "tokenizer": plan["tokenizer"],
         "tokenizer_files": digest_files(tokenizer_files),
         "totals": totals,
-        "sources": list(sources.values()),
+        "sources": sources,
+        "maxima": gathered.maxima,
         "shards": shards,
         "index": index,
-        "facts": facts | {"stages_s": stages, "tokenizer": list(engines.values())},
+        "facts": facts | {"stages_s": gathered.stages, "tokenizer": list(gathered.engines.values())},
     }
     if wrong := imbalance(totals):
         raise FormatError(
             f"{store.location}: {wrong} (rule F14). This is a fault of shardpack: please report it.", "F14"
         )
-    if rejected:
-        store.put("rejected.jsonl", b"".join(rejected))
-    for name, content in datasets_files(plan, manifest).items():
+    if gathered.rejected:
+        store.put("rejected.jsonl", b"".join(gathered.rejected))
+    files = [shard["file"] for shard in gathered.shards]
+    for name, content in datasets_files(plan, manifest["dataset_id"], files).items():
         store.put(name, canonical(content))
     store.put("manifest.json", seal(manifest), if_absent=True)
     return manifest
 
 
-def _new_source(name: str) -> Record:
-    empty: Record = {histogram: {} for histogram in HISTOGRAMS}
-    return {"name": name, "counts": empty_counts(), "longest": [], "bound_packs": 0} | empty
+class SourceSums:
+    """Sums of sidecars, by source.
+
+    Args:
+        names: The sources of the plan, in order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._figures: dict[str, SourceTotals] = {
+            name: {
+                "name": name, "counts": empty_counts(), "lengths": [], "segment_lengths": [], "bound_packs": 0,
+                "longest": [],
+            }
+            for name in names
+        }  # fmt: skip
+        self._histograms = {(name, key): HistogramSum() for name in names for key in ("lengths", "segment_lengths")}
+
+    def add(self, sidecar: Sidecar) -> None:
+        """Add a window."""
+        name = sidecar["source"]
+        source = self._figures[name]
+        source["counts"] = add_counts(source["counts"], sidecar["counts"])
+        source["bound_packs"] += sidecar["bound_packs"]
+        self._histograms[name, "lengths"].add(sidecar["lengths"])
+        self._histograms[name, "segment_lengths"].add(sidecar["segment_lengths"])
+        longest = sorted([*source["longest"], *sidecar["longest"]], key=lambda each: (-each["tokens"], each["doc_id"]))
+        source["longest"] = longest[:MAX_LONGEST]
+
+    def figures(self) -> list[SourceTotals]:
+        """Return what a manifest says of each source."""
+        for name, source in self._figures.items():
+            source["lengths"] = self._histograms[name, "lengths"].total()
+            source["segment_lengths"] = self._histograms[name, "segment_lengths"].total()
+        return list(self._figures.values())
 
 
-def _add_window(source: Record, sidecar: Record) -> None:
-    source["counts"] = add_counts(source["counts"], sidecar["counts"])
-    source["bound_packs"] += sidecar["bound_packs"]
-    for name in HISTOGRAMS:
-        for edge, number, tokens in sidecar[name]:
-            old = source[name].get(edge, (0, 0))
-            source[name][edge] = (old[0] + number, old[1] + tokens)
-    source["longest"] = sorted(
-        source["longest"] + sidecar["longest"], key=lambda entry: (-entry["tokens"], entry["doc_id"])
-    )[:LONGEST]
+class _Gathered:
+    """What the sidecars of a dataset say together."""
+
+    def __init__(self, plan: Plan, stages: dict[str, Any]) -> None:
+        names = [source["name"] for source in plan["sources"]]
+        self.sums = SourceSums(names)
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self.shards: list[ShardRecord] = []
+        self._source_of: list[int] = []
+        self.maxima: Maxima = {"max_seqlen": 0, "num_segments": 0}
+        self.rejected: list[bytes] = []
+        self.stages = stages
+        self.engines: dict[bytes, Any] = {}
+
+    def add(self, sidecar: Sidecar, index: dict[str, np.ndarray]) -> None:
+        """Add a window: its sidecar, and the sidecar's rows of the index."""
+        self.shards.append(sidecar["shard"])
+        self._source_of.append(self._numbers[sidecar["source"]])
+        self.sums.add(sidecar)
+        self.stages = add_numbers(self.stages, sidecar["facts"]["stages_s"])
+        if engine := sidecar["facts"].get("tokenizer"):
+            self.engines[canonical([engine["engine"], engine["version"], engine["guard"]["result"]])] = engine
+        self.rejected.extend(canonical(entry) + b"\n" for entry in sidecar["rejected"])
+        self.maxima = {
+            "max_seqlen": int(index["max_seqlen"].max(initial=self.maxima["max_seqlen"])),
+            "num_segments": int(index["num_segments"].max(initial=self.maxima["num_segments"])),
+        }
+
+    def listed(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the shard list in parts."""
+        first_pack = 0
+        for start in range(0, len(self.shards), LISTED_AT_ONCE):
+            stop = start + LISTED_AT_ONCE
+            part = list_columns(self.shards[start:stop], self._source_of[start:stop], first_pack)
+            first_pack += int(part["packs"].sum())
+            yield part
 
 
-def datasets_files(plan: Plan, manifest: Record) -> dict[str, Record]:
-    """Return `state.json` and `dataset_info.json`, with which `datasets.load_from_disk` maps the shards as they are."""
+def datasets_files(plan: Plan, dataset_id: str, files: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return `state.json` and `dataset_info.json`, with which `datasets.load_from_disk` maps the shards as they are.
+
+    Args:
+        plan: The plan.
+        dataset_id: Identity of the dataset.
+        files: The shard files, in window order.
+    """
     features = {}
     for field in layout_of(plan).schema():
         value = field.type.value_type if pa.types.is_list(field.type) else field.type
-        feature: Record = {"dtype": str(value), "_type": "Value"}
+        feature: dict[str, Any] = {"dtype": str(value), "_type": "Value"}
         features[field.name] = {"feature": feature, "_type": "List"} if pa.types.is_list(field.type) else feature
-    state = {
-        "_data_files": [{"filename": shard["file"]} for shard in manifest["shards"]],
-        "_fingerprint": manifest["dataset_id"][:16],
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": file} for file in files],
+        "_fingerprint": dataset_id[:16],
         "_format_columns": None,
         "_format_kwargs": {},
         "_format_type": None,

@@ -14,7 +14,7 @@ import numpy as np
 
 from shards.cost import attention_pairs, pack_costs
 from shards.errors import OptionError
-from shards.reader import Index
+from shards.tables.index import Index
 
 ORDERS = ("shuffled", "cost-grouped")
 LAST_STEPS = ("drop", "pad")

@@ -7,14 +7,117 @@ canonical JSON; every sidecar and shard names it, so work of another plan is nev
 
 import hashlib
 import json
-from collections.abc import Iterable, Set
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NotRequired, TypedDict, cast
 
 from shards.errors import FormatError, counted
 from shards.publish import canonical
-from shards.schema import FORMAT, VERSION
+from shards.records import mismatch
 
-Plan = dict[str, Any]
+FORMAT = "shardpack"
+VERSION = 2
+MAX_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
+
+
+class PackerPlan(TypedDict):
+    """How segments are packed."""
+
+    name: str
+    max_segments: int | None
+
+
+class TokenizerPlan(TypedDict):
+    """What identifies a tokenizer."""
+
+    digest: str
+    vocab_size: int
+    max_id: int
+    bos_id: NotRequired[int | None]
+    eos_id: NotRequired[int | None]
+    pad_id: NotRequired[int | None]
+    prefix_ids: NotRequired[list[int]]
+    suffix_ids: NotRequired[list[int]]
+
+
+class FilePlan(TypedDict):
+    """What identifies a file of a source."""
+
+    name: str
+    bytes: int | None
+    format: str
+    compression: str | None
+    fingerprint: str
+
+
+class SourcePlan(TypedDict):
+    """One source."""
+
+    name: str
+    records: dict[str, Any]
+    files: list[FilePlan]
+
+
+class Plan(TypedDict):
+    """What determines the bytes of a dataset."""
+
+    format: str
+    version: int
+    recipe: int
+    seq_len: int
+    seed: int
+    position_ids: bool
+    loss_mask: bool
+    loss_weights: bool
+    turn_ends: bool
+    align: int
+    packer: PackerPlan
+    tokenizer: TokenizerPlan
+    sources: list[SourcePlan]
+    windows: list[Any]
+    "[source, [[file, start, stop], ...]] of each window"
+    part_bytes: int
+
+
+def make_plan(
+    *,
+    seq_len: int,
+    tokenizer: TokenizerPlan,
+    sources: Sequence[SourcePlan],
+    windows: Sequence[Any] = (),
+    part_bytes: int = 0,
+    packer: str = "auto",
+    max_segments: int | None = None,
+    seed: int = 0,
+    position_ids: bool = True,
+    loss_mask: bool = True,
+    loss_weights: bool = False,
+    turn_ends: bool = False,
+    align: int = 1,
+    recipe: int = 1,
+) -> Plan:
+    """Return a plan; see `docs/format.md` for what the fields mean."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "recipe": recipe,
+        "seq_len": seq_len,
+        "seed": seed,
+        "position_ids": position_ids,
+        "loss_mask": loss_mask,
+        "loss_weights": loss_weights,
+        "turn_ends": turn_ends,
+        "align": align,
+        "packer": {"name": packer, "max_segments": max_segments},
+        "tokenizer": tokenizer,
+        "sources": list(sources),
+        "windows": list(windows),
+        "part_bytes": part_bytes,
+    }
+
+
+def make_source(name: str, records: dict[str, Any] | None = None, files: Sequence[FilePlan] = ()) -> SourcePlan:
+    """Return one source of a plan."""
+    return {"name": name, "records": records or {}, "files": list(files)}
 
 
 def plan_id(plan: Plan) -> str:
@@ -22,30 +125,55 @@ def plan_id(plan: Plan) -> str:
     return hashlib.sha256(canonical(plan)).hexdigest()
 
 
-def check_version(record: dict[str, Any], where: str, rule: str = "F1") -> None:
+def check_version(record: Mapping[str, Any], where: str, rule: str = "F1") -> None:
     """Refuse a file of another format or version.
 
     Raises:
         FormatError: Names what was found and what this version reads.
     """
     found = (record.get("format"), record.get("version"))
-    if found != (FORMAT, VERSION):
-        raise FormatError(
-            f"{where}: found format {found[0]!r} version {found[1]!r}, this version reads {FORMAT!r} version {VERSION} "
-            f"(rule {rule}). "
-            "Use the release of shardpack that wrote it, or build again.",
-            rule,
-        )
+    if found == (FORMAT, VERSION):
+        return
+    advice = "Use the release of shardpack that wrote it, or build again."
+    if found == (FORMAT, 1):
+        advice = "Upgrade it with pack repack, or build again."
+    raise FormatError(
+        f"{where}: found format {found[0]!r} version {found[1]!r}, this version reads {FORMAT!r} version {VERSION} "
+        f"(rule {rule}). {advice}",
+        rule,
+    )
 
 
 def parse_plan(data: bytes, where: str) -> Plan:
-    """Parse and check the version of a `plan.json`."""
+    """Parse a `plan.json` and check its version and fields.
+
+    Raises:
+        FormatError: It is no plan of this version.
+    """
     try:
         plan = json.loads(data)
         check_version(plan, where, "F2")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise FormatError(f"{where}: is not JSON (rule F2). Build again with --overwrite.", "F2") from error
-    return dict(plan)
+    if wrong := plan_problem(plan):
+        raise FormatError(f"{where}: {wrong} (rule F2). Restore it, or build again.", "F2")
+    return cast("Plan", plan)
+
+
+def plan_problem(plan: Any) -> str | None:
+    """Return what is wrong with the fields of a parsed plan, or None."""
+    wrong = mismatch(plan, Plan)
+    if wrong is None:
+        limits = {"seq_len": (1, MAX_SEQ_LEN), "align": (1, plan["seq_len"])}
+        for name, (low, high) in limits.items():
+            if not low <= plan[name] <= high:
+                return f"{name} is {plan[name]}; expected {low} to {high}"
+        vocabulary = plan["tokenizer"]
+        if not 1 <= vocabulary["vocab_size"] <= vocabulary["max_id"] + 1 <= 1 << 31:
+            return f"its tokenizer has {vocabulary['vocab_size']} entries and the largest id {vocabulary['max_id']}"
+        if plan["seq_len"] % plan["align"]:
+            return f"seq_len is {plan['seq_len']}; expected a multiple of align, {plan['align']}"
+    return wrong
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
@@ -53,8 +181,9 @@ def differences(old: Plan, new: Plan) -> list[str]:
 
     What follows from something else (windows from files, ids from a tokenizer) is not said again.
     """
-    left, right = (plan | plan["packer"] | {"packer": plan["packer"]["name"]} for plan in (old, new))
-    found = _changes("", left, right, ("seq_len", "packer", "max_segments", "seed", "position_ids", "recipe"))
+    left, right = ({**plan, **plan["packer"], "packer": plan["packer"]["name"]} for plan in (old, new))
+    stored = ("position_ids", "loss_weights", "align")  # loss_mask and turn_ends follow from the records' options
+    found = _changes("", left, right, ("seq_len", "packer", "max_segments", "seed", *stored, "recipe"))
     if old["tokenizer"] != new["tokenizer"]:
         sizes = [f"{plan['tokenizer']['vocab_size']:,}" for plan in (old, new)]
         found.append(f"another tokenizer or chat template (vocabulary of {sizes[0]} there, {sizes[1]} here)")
@@ -67,7 +196,7 @@ def differences(old: Plan, new: Plan) -> list[str]:
     return found or [f"windows of {old['part_bytes']:,} bytes there, {new['part_bytes']:,} here (--window-bytes)"]
 
 
-def _changes(where: str, old: Plan, new: Plan, keys: Iterable[str]) -> list[str]:
+def _changes(where: str, old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
     return [
         f"{where}{key} {_short(old.get(key))} there, {_short(new.get(key))} here"
         for key in keys
@@ -84,7 +213,7 @@ def _membership(noun: str, before: Set[str], after: Set[str]) -> list[str]:
     return found
 
 
-def _source_changes(where: str, old: Plan, new: Plan) -> list[str]:
+def _source_changes(where: str, old: SourcePlan, new: SourcePlan) -> list[str]:
     found = _changes(where, old["records"], new["records"], new["records"] | old["records"])
     before, after = ({file["name"]: file for file in source["files"]} for source in (old, new))
     found += [where + phrase for phrase in _membership("file", before.keys(), after.keys())]

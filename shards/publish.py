@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -125,7 +126,7 @@ class LocalStore:
         except OSError as error:
             raise PackError(
                 f"{self.root}: cannot be written ({error.strerror}); expected a writable output directory. "
-                "Choose another --out or mend its permissions."
+                "Choose another directory or fix its permissions."
             ) from error
 
     def scratch(self, name: str) -> Path:
@@ -178,7 +179,7 @@ class LocalStore:
         """Remove what a dataset consists of: first what makes it one, last the plan, by which it is recognised."""
         self.remove("manifest.json")
         sync_directory(self.root)
-        for name in ("state.json", "dataset_info.json", "index.arrow", "rejected.jsonl"):
+        for name in ("state.json", "dataset_info.json", "index.arrow", "shards.arrow", "rejected.jsonl"):
             self.remove(name)
         for directory in ("shards", "tokenizer", TMP):
             shutil.rmtree(self.root / directory, ignore_errors=True)
@@ -245,9 +246,9 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
-def seal(record: dict[str, Any]) -> bytes:
+def seal(record: Mapping[str, Any]) -> bytes:
     """Return `record` as readable JSON, with the xxh3_128 of its canonical form as the field `checksum`."""
-    sealed = record | {"checksum": xxhash.xxh3_128_hexdigest(canonical(record))}
+    sealed = {**record, "checksum": xxhash.xxh3_128_hexdigest(canonical(record))}
     return json.dumps(sealed, indent=1, ensure_ascii=True).encode() + b"\n"
 
 
@@ -260,11 +261,12 @@ def unseal(data: bytes, where: str, rule: str) -> dict[str, Any]:
     try:
         record = json.loads(data)
         checksum = record.pop("checksum")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        expected = xxhash.xxh3_128_hexdigest(canonical(record))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{where}: is not a sealed JSON file (rule {rule}). Restore it, or delete it and build with --resume.", rule
         ) from error
-    if checksum != xxhash.xxh3_128_hexdigest(canonical(record)) or not data.endswith(b"}\n"):
+    if checksum != expected or not data.endswith(b"}\n"):
         raise FormatError(
             f"{where}: does not match its own checksum (rule {rule}). "
             "Restore it, or delete it and build with --resume.",

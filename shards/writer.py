@@ -6,20 +6,28 @@ under its name. A pyarrow writer that is left on an exception ends its file vali
 final name.
 """
 
-import base64
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
+from shards.cost import cost_class, padded_length
 from shards.publish import Store, fsync, write
-from shards.schema import BATCH_TOKENS, FORMAT, INDEX_SCHEMA, VERSION, Layout
+from shards.schema import BATCH_TOKENS, SEGMENT_COLUMNS, TOKEN_COLUMNS, Layout, shard_metadata
+from shards.sidecar import ShardRecord
 
 Spent = Callable[[str, float], None]  # takes the name of a stage and seconds
+
+
+class Written(TypedDict):
+    """What was written of a file."""
+
+    bytes: int
+    xxh3_128: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,7 @@ class PackedRows:
     """The packs of one window, flat.
 
     Row r holds tokens `token_offsets[r]:token_offsets[r+1]` and segments `segment_offsets[r]:segment_offsets[r+1]`.
+    What a layout does not store may stay None.
     """
 
     token_offsets: np.ndarray
@@ -35,16 +44,30 @@ class PackedRows:
     "int64 (num_rows + 1,)"
     input_ids: np.ndarray
     "uint16 or int32 (num_tokens,)"
-    position_ids: np.ndarray
-    "uint16 or int32 (num_tokens,); empty where the layout does not store them"
-    loss_mask: np.ndarray
+    position_ids: np.ndarray | None = None
+    "uint16 or int32 (num_tokens,)"
+    loss_mask: np.ndarray | None = None
     "uint8 (num_tokens,)"
+    loss_weights: np.ndarray | None = None
+    "float16 (num_tokens,)"
     cu_seqlens: np.ndarray
     "int32 (num_segments + num_rows,): the rows' arrays one after another, each with its leading 0"
     doc_ids: np.ndarray
     "int64 (num_segments,)"
+    doc_parts: np.ndarray
+    "int32 (num_segments,)"
     doc_offsets: np.ndarray
     "int32 (num_segments,)"
+    start_targets: np.ndarray
+    "uint8 (num_segments,): 1 where a cut made a target the segment's first token"
+    turn_ends: np.ndarray | None = None
+    "int32, flat: where turns end, counted from the row's beginning"
+    turn_offsets: np.ndarray | None = None
+    "int64 (num_rows + 1,): where each row's turns start in `turn_ends`"
+    segment_lens: np.ndarray | None = None
+    "int32 (num_segments,): real tokens of each segment, where segments are padded"
+    num_tokens: np.ndarray
+    "int32 (num_rows,): real tokens"
     max_seqlen: np.ndarray
     "int32 (num_rows,)"
     num_targets: np.ndarray
@@ -53,39 +76,32 @@ class PackedRows:
     "int32 (num_rows,)"
     attention_pairs: np.ndarray
     "int64 (num_rows,)"
+    weight_sum: np.ndarray | None = None
+    "float64 (num_rows,): sum of `loss_weights`"
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
 
-    def index(self) -> pa.RecordBatch:
+    def index(self, layout: Layout) -> pa.RecordBatch:
         """Return these rows of `index.arrow`."""
-        columns = {
-            "num_tokens": np.diff(self.token_offsets).astype(np.int32),
-            "num_segments": np.diff(self.segment_offsets).astype(np.int32),
-            "num_targets": self.num_targets,
-            "num_target_segments": self.num_target_segments,
-            "max_seqlen": self.max_seqlen,
-            "attention_pairs": self.attention_pairs,
-        }
-        return pa.record_batch([_array(columns[name]) for name in INDEX_SCHEMA.names], schema=INDEX_SCHEMA)
+        schema = layout.index_schema()
+        columns = {name: getattr(self, name) for name in schema.names if name != "num_segments"}
+        columns["num_segments"] = np.diff(self.segment_offsets).astype(np.int32)
+        return pa.record_batch([_array(columns[name]) for name in schema.names], schema=schema)
 
     def batches(self, layout: Layout, schema: pa.Schema, batch_tokens: int) -> list[pa.RecordBatch]:
         """Return the rows as record batches of about `batch_tokens` tokens, without copying token arrays."""
         # the row offsets of cu_seqlens run one ahead per row: its leading zero
-        cu_offsets = self.segment_offsets + np.arange(len(self) + 1)
-        lists = {
-            "input_ids": (self.input_ids, self.token_offsets),
-            "position_ids": (self.position_ids, self.token_offsets),
-            "cu_seqlens": (self.cu_seqlens, cu_offsets),
-            "loss_mask": (self.loss_mask, self.token_offsets),
-            "doc_ids": (self.doc_ids, self.segment_offsets),
-            "doc_offsets": (self.doc_offsets, self.segment_offsets),
-        }
+        offsets = {"cu_seqlens": self.segment_offsets + np.arange(len(self) + 1), "turn_ends": self.turn_offsets}
+        offsets |= dict.fromkeys(TOKEN_COLUMNS, self.token_offsets) | dict.fromkeys(
+            SEGMENT_COLUMNS, self.segment_offsets
+        )
         scalars = {
             "max_seqlen": self.max_seqlen,
             "num_targets": self.num_targets,
             "attention_pairs": self.attention_pairs,
-            "bucket": layout.buckets(self.attention_pairs, self.max_seqlen),
+            "cost_class": cost_class(self.attention_pairs),
+            "padded_length": padded_length(self.max_seqlen, layout.seq_len).astype(np.int32),
         }
         result = []
         first = 0
@@ -93,7 +109,9 @@ class PackedRows:
             stop = int(np.searchsorted(self.token_offsets, self.token_offsets[first] + batch_tokens, side="right")) - 1
             stop = min(max(stop, first + 1), len(self))
             arrays = [
-                _list_array(*lists[name], first, stop) if name in lists else _array(scalars[name][first:stop])
+                _array(scalars[name][first:stop])
+                if name in scalars
+                else _list_array(getattr(self, name), offsets[name], first, stop)
                 for name in schema.names
             ]
             result.append(pa.record_batch(arrays, schema=schema))
@@ -101,7 +119,8 @@ class PackedRows:
         return result
 
 
-def _list_array(values: np.ndarray, offsets: np.ndarray, first: int, stop: int) -> pa.ListArray:
+def _list_array(values: np.ndarray, offsets: np.ndarray | None, first: int, stop: int) -> pa.ListArray:
+    assert offsets is not None  # a layout that stores the column comes with rows that have it
     begin, end = int(offsets[first]), int(offsets[stop])
     local = (offsets[first : stop + 1] - begin).astype(np.int32)
     return pa.ListArray.from_arrays(_array(local), _array(values[begin:end]))
@@ -110,7 +129,12 @@ def _list_array(values: np.ndarray, offsets: np.ndarray, first: int, stop: int) 
 def _array(values: np.ndarray) -> pa.Array:
     """Wrap an array without a copy; `pa.array` would import pandas first, a quarter of a second in every worker."""
     values = np.ascontiguousarray(values)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    return arrow_array(values, pa.from_numpy_dtype(values.dtype), len(values))
+
+
+def arrow_array(buffer: Any, kind: pa.DataType, length: int) -> pa.Array:
+    """Wrap a buffer of values as an Arrow array of a primitive or fixed-size type, without a copy."""
+    return pa.Array.from_buffers(kind, length, [None, pa.py_buffer(buffer)])
 
 
 class _HashingFile:
@@ -139,8 +163,8 @@ class _HashingFile:
 
 
 def write_stream(
-    store: Store, name: str, schema: pa.Schema, batches: Any, spent: Spent = lambda *_: None
-) -> tuple[str, dict[str, Any]]:
+    store: Store, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], spent: Spent = lambda *_: None
+) -> tuple[str, Written]:
     """Write an Arrow stream aside, fsync it, and publish it.
 
     Args:
@@ -177,29 +201,20 @@ def write_shard(
     rows: PackedRows,
     batch_tokens: int = BATCH_TOKENS,
     spent: Spent = lambda *_: None,
-) -> dict[str, Any]:
+) -> ShardRecord:
     """Publish `rows` as the shard of `window`.
 
     Returns:
-        The shard's record for sidecar and manifest: file, bytes, xxh3_128, rows, tokens, segments.
+        The shard's record for sidecar and shard list.
     """
-    metadata = {"format": FORMAT, "version": str(VERSION), "plan_id": plan_id, "window": str(window)}
-    schema = layout.schema(metadata)
+    schema = layout.schema(shard_metadata(plan_id, window))
     name, written = write_stream(
         store, f"shards/{window:08d}-{{hash}}.arrow", schema, rows.batches(layout, schema, batch_tokens), spent
     )
-    counts = {"rows": len(rows), "tokens": int(rows.token_offsets[-1]), "segments": int(rows.segment_offsets[-1])}
-    return {"file": name} | written | counts
-
-
-def encode_index(batch: pa.RecordBatch) -> str:
-    """Return index rows as base64 of an LZ4-compressed Arrow stream, to travel inside a sidecar."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
-        stream.write_batch(batch)
-    return base64.b64encode(sink.getvalue()).decode()
-
-
-def decode_index(text: str) -> pa.Table:
-    """Undo `encode_index`."""
-    return pa.ipc.open_stream(base64.b64decode(text)).read_all()
+    return {
+        "file": name,
+        **written,
+        "rows": len(rows),
+        "tokens": int(rows.num_tokens.sum(dtype=np.int64)),
+        "segments": int(rows.segment_offsets[-1]),
+    }

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from shards.manifest import commit, empty_counts, length_histogram, sidecar_name
-from shards.plan import plan_id
+from shards.counts import length_histogram
+from shards.manifest import commit
+from shards.plan import make_plan, make_source, plan_id
 from shards.publish import LocalStore, canonical, seal
-from shards.schema import FORMAT, VERSION, layout_of
-from shards.writer import PackedRows, encode_index, write_shard
+from shards.schema import layout_of
+from shards.sidecar import make_sidecar, sidecar_name
+from shards.writer import PackedRows, write_shard
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -164,7 +166,10 @@ def rows_from(packs: Packs, ids: np.ndarray, mask: np.ndarray, window: int, layo
         loss_mask=mask,
         cu_seqlens=np.concatenate(cu or [np.zeros(0)]).astype(np.int32),
         doc_ids=(window << 32) + np.arange(len(segments), dtype=np.int64),
+        doc_parts=np.zeros(len(segments), np.int32),
         doc_offsets=np.zeros(len(segments), np.int32),
+        start_targets=np.zeros(len(segments), np.uint8),
+        num_tokens=np.array([sum(pack) for pack in packs], np.int32),
         max_seqlen=np.array([max(pack) for pack in packs], np.int32),
         num_targets=np.array([targets[a:b].sum() for a, b in per_pack], np.int32),
         num_target_segments=np.array([(targets[a:b] > 0).sum() for a, b in per_pack], np.int32),
@@ -187,27 +192,30 @@ def write_dataset(tmp_path: Path) -> WriteDataset:
         seed: int = 0,
     ) -> Path:
         rng = np.random.default_rng(seed)
-        plan = {
-            "format": FORMAT,
-            "version": VERSION,
-            "recipe": 1,
-            "seq_len": seq_len,
-            "seed": seed,
-            "position_ids": True,
-            "packer": {"name": "auto", "max_segments": None},
-            "on_error": "fail",
-            "tokenizer": {"digest": "0" * 64, "vocab_size": vocab_size, "max_id": vocab_size - 1},
-            "sources": [
-                {
-                    "name": source,
-                    "records": {"kind": "text", "train_on": "auto", "overlong": "split"},
-                    "files": [{"name": f"{source}.jsonl", "bytes": 1000, "format": "jsonl", "fingerprint": "0"}],
-                }
+        records = {"kind": "text", "train_on": "auto", "overlong": "split"}
+        plan = make_plan(
+            seq_len=seq_len,
+            seed=seed,
+            tokenizer={"digest": "0" * 64, "vocab_size": vocab_size, "max_id": vocab_size - 1},
+            sources=[
+                make_source(
+                    source,
+                    records,
+                    [
+                        {
+                            "name": f"{source}.jsonl",
+                            "bytes": 1000,
+                            "format": "jsonl",
+                            "compression": None,
+                            "fingerprint": "0",
+                        }
+                    ],
+                )
                 for source in sources
             ],
-            "windows": [[number, [[0, 0, 1000]]] for number in range(len(sources))],
-            "part_bytes": 1 << 20,
-        }
+            windows=[[number, [[0, 0, 1000]]] for number in range(len(sources))],
+            part_bytes=1 << 20,
+        )
         store, layout = LocalStore(tmp_path / name), layout_of(plan)
         store.create()
         store.put("plan.json", canonical(plan))
@@ -218,34 +226,36 @@ def write_dataset(tmp_path: Path) -> WriteDataset:
             mask = (rng.random(tokens) < 0.7).astype(np.uint8)
             rows = rows_from(packs, rng.integers(0, min(vocab_size, 250), tokens), mask, window, layout)
             drops = (lost or {}).get(source, {})
-            gone = sum(drops.values())
-            counts = empty_counts()
-            counts["documents"] |= {"read": len(segments) + len(drops), "packed": len(segments)}
-            counts["documents"]["dropped"] = dict.fromkeys(drops, 1)
-            counts["tokens"] |= {"read": tokens + gone, "packed": tokens, "lost": drops}
-            counts["targets"] |= {"read": int(mask.sum()), "packed": int(mask.sum())}
-            counts |= {"segments": len(segments), "packs": len(packs)}
-            sidecar = {
-                "format": FORMAT,
-                "version": VERSION,
-                "plan_id": plan_id(plan),
-                "window": window,
-                "source": source,
-                "shard": write_shard(store, layout, plan_id(plan), window, rows),
-                "counts": counts,
-                "bound_packs": -(-tokens // seq_len),
-                "lengths": length_histogram(segments),
-                "segment_lengths": length_histogram(segments),
-                "longest": [],
-                "spans": [[0, 0, 1000, 0, len(segments)]],
-                "input_xxh3": "0",
-                "rejected": [],
-                "index": encode_index(rows.index()),
-                "facts": {
+            gone, targets = sum(drops.values()), int(mask.sum())
+            sidecar = make_sidecar(
+                plan_id=plan_id(plan),
+                window=window,
+                source=source,
+                shard=write_shard(store, layout, plan_id(plan), window, rows),
+                counts={
+                    "documents": {
+                        "read": len(segments) + len(drops),
+                        "packed": len(segments),
+                        "split": 0,
+                        "truncated": 0,
+                        "dropped": dict.fromkeys(drops, 1),
+                    },
+                    "tokens": {"read": tokens + gone, "packed": tokens, "lost": drops},
+                    "targets": {"read": targets, "packed": targets, "lost": {}},
+                    "segments": len(segments),
+                    "packs": len(packs),
+                },
+                index=rows.index(layout),
+                bound_packs=-(-tokens // seq_len),
+                lengths=length_histogram(segments),
+                segment_lengths=length_histogram(segments),
+                spans=[[0, 0, 1000, 0, len(segments)]],
+                input_xxh3="0",
+                facts={
                     "stages_s": {"pack": 0.5},
                     "tokenizer": {"engine": "tokenizers", "version": "0", "guard": {"result": "none"}},
                 },
-            }
+            )
             store.put(sidecar_name(window), seal(sidecar))
             sidecars.append(sidecar)
         files = {} if tokenizer is None else {"tokenizer.json": (Path(tokenizer) / "tokenizer.json").read_bytes()}

@@ -76,7 +76,7 @@ class HostBuffers:
         """Copy packs into the buffers.
 
         Args:
-            packs: (input_ids, position_ids, loss_mask, cu_seqlens) of each pack.
+            packs: The packs.
             max_seqlen: Longest segment of these packs.
             shape: Form of the micro-batch.
             masked: Packs that fill up a step and carry no target.
@@ -84,10 +84,11 @@ class HostBuffers:
         if self.copied is not None:
             self.copied.synchronize()  # of the thread that fills, not of the training loop
         at, n = 0, 0
-        for i, (ids, positions, mask, cu) in enumerate(packs):
+        for i, pack in enumerate(packs):
+            ids, mask, cu = pack.input_ids, pack.loss_mask, pack.cu_seqlens
             stop = at + len(ids)
             self.ids[at:stop] = ids
-            self.positions[at:stop] = positions
+            self.positions[at:stop] = pack.position_ids
             self.mask[at:stop] = 0 if masked is not None and masked[i] else mask
             if shape.row_len is not None:  # one segment per row, its padding included
                 self._pad(stop, at + shape.row_len, len(ids), shape.longest)

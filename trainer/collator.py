@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from shards.errors import PackError
+from shards.schema import loss_mask_of
 from trainer.batch import IGNORED
 
-_NEEDED = ("input_ids", "cu_seqlens", "loss_mask")
+_NEEDED = ("input_ids", "cu_seqlens")
 
 
 class PackedCollator:
@@ -43,7 +44,8 @@ class PackedCollator:
         """Return one batch.
 
         Args:
-            rows: Packs with at least `input_ids`, `cu_seqlens` and `loss_mask`, as arrays, tensors or lists.
+            rows: Packs with at least `input_ids`, `cu_seqlens` and, where the dataset stores it, `loss_mask`, as
+                arrays, tensors or lists.
 
         Returns:
             `input_ids`, `position_ids`, `labels`: int64 (1, T); `cu_seq_lens_q` and `cu_seq_lens_k`, the same int32
@@ -57,7 +59,7 @@ class PackedCollator:
         at = 0
         for row in rows:
             _check(row)
-            tokens, mask = np.asarray(row["input_ids"]).astype(np.int64), np.asarray(row["loss_mask"])
+            tokens, mask = np.asarray(row["input_ids"]).astype(np.int64), _loss_mask(row)
             ids.append(tokens)
             labels.append(np.where(mask != 0, tokens, IGNORED))
             offsets.append(np.asarray(row["cu_seqlens"])[1:].astype(np.int64) + at)
@@ -78,6 +80,13 @@ class PackedCollator:
         }
 
 
+def _loss_mask(row: Mapping[str, Any]) -> np.ndarray:
+    """Return a row's mask; a dataset of plain text stores none, since every token but segment starts is a target."""
+    if "loss_mask" in row:
+        return np.asarray(row["loss_mask"])
+    return loss_mask_of(np.asarray(row["cu_seqlens"]))
+
+
 def _check(row: Mapping[str, Any]) -> None:
     missing = [name for name in _NEEDED if name not in row]
     if missing:
@@ -85,8 +94,13 @@ def _check(row: Mapping[str, Any]) -> None:
             f"PackedCollator: a row came without {', '.join(missing)}; the trainer removes columns that the model "
             "does not name. Set remove_unused_columns=False."
         )
-    length = len(row["input_ids"])
-    if int(row["cu_seqlens"][-1]) != length or len(row["loss_mask"]) != length:
+    length, segments = len(row["input_ids"]), len(row["cu_seqlens"]) - 1
+    if "loss_mask" not in row and int(row.get("num_targets", -1)) != length - segments:
+        raise PackError(
+            "PackedCollator: a row came without its loss_mask; the trainer removed the column. "
+            "Set remove_unused_columns=False."
+        )
+    if int(row["cu_seqlens"][-1]) != length or len(_loss_mask(row)) != length:
         raise PackError(
             f"PackedCollator: a row has {length} ids, its boundaries end at {int(row['cu_seqlens'][-1])}; the trainer "
             "cut or packed it again. Set dataset_kwargs={'skip_prepare_dataset': True} and packing=False (TRL)."

@@ -275,7 +275,9 @@ def feed(
 
     def prepare(buffers: HostBuffers) -> tuple[HostBuffers, Batch, int, Note] | None:
         while len(ahead) < distance and (item := next(source, None)) is not None:
-            dataset.advise(np.where(item[0] < 0, ~item[0], item[0]))
+            packs = np.where(item[0] < 0, ~item[0], item[0])
+            dataset.check_hashes(packs)
+            dataset.advise(packs)
             ahead.append(item)
         if not ahead:
             return None
@@ -305,13 +307,12 @@ class _Filler:
         self.capacity = tokens_per_batch
         self.padded = padded_length(dataset.index.max_seqlen, dataset.seq_len) if dataset.packer == "bucketed" else None
         self.fill_to = tokens_per_batch // dataset.seq_len * dataset.seq_len if static_shapes else None
-        self.longest = int(dataset.index.max_seqlen.max())
+        self.longest = dataset.manifest["maxima"]["max_seqlen"]
 
     def buffers(self, pin: bool) -> HostBuffers:
-        ids, positions, _, _ = self.dataset.pack(0)
-        most = int(self.dataset.index.num_segments.max())
+        pack, most = self.dataset.pack(0), self.dataset.manifest["maxima"]["num_segments"]
         rows = self.capacity // (PAD_MULTIPLE if self.padded is not None else self.dataset.seq_len)
-        return HostBuffers(self.capacity, rows * most + 1, ids.dtype, positions.dtype, pin)
+        return HostBuffers(self.capacity, rows * most + 1, pack.input_ids.dtype, pack.position_ids.dtype, pin)
 
     def fill(self, buffers: HostBuffers, rows: np.ndarray) -> tuple[Batch, int]:
         """Copy packs into the buffers; return the host's figures of the micro-batch, and its rows."""
@@ -323,14 +324,13 @@ class _Filler:
             row_len=None if self.padded is None else int(self.padded[ids[0]]),
             longest=self.longest,
         )
-        index = self.dataset.index
-        buffers.fill(packs, int(index.max_seqlen[ids].max()), shape, masked)
-        pairs = int(index.attention_pairs[ids].sum())
+        index = self.dataset.index.take(ids)
+        buffers.fill(packs, int(index.max_seqlen.max()), shape, masked)
         lengths = np.concatenate([np.diff(pack.cu_seqlens) for pack in packs])
         figures = {
-            "num_tokens": int(index.num_tokens[ids].sum()),
-            "num_targets": int(index.num_targets[rows[~masked]].sum()),
-            "attention_pairs": pairs,
+            "num_tokens": int(index.num_tokens.sum()),
+            "num_targets": int(index.num_targets[~masked].sum()),
+            "attention_pairs": int(index.attention_pairs.sum()),
             "window_pairs": int(attention_pairs(lengths, self.sliding_window).sum()),
         }
         return figures, 1 if self.padded is None else len(packs)

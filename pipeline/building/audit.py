@@ -25,6 +25,7 @@ from pipeline.tokens import Documents
 from shards.errors import counted
 from shards.plan import Plan
 from shards.reader import Dataset
+from shards.schema import split_doc_id
 from shards.verification import VerifyReport
 
 
@@ -41,11 +42,11 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
     options = {source["name"]: RecordOptions(**source["records"]) for source in plan["sources"]}
     sources = resolve_sources(specs, next(iter(options.values())), options)
     found = [[file.as_plan() for file in source.files] for source in sources]
-    for source, files in zip(plan["sources"], found, strict=False):
-        for old, new in zip(source["files"], files, strict=False):
+    for planned, files in zip(plan["sources"], found, strict=False):
+        for old, new in zip(planned["files"], files, strict=False):
             if old != new:
                 what = f"{new['name']} is not the file that was packed ({old['name']})"
-                report.add("F2", f"source {source['name']!r}", what)
+                report.add("F2", f"source {planned['name']!r}", what)
                 return
     packed = [len(source["files"]) for source in plan["sources"]]
     if packed != [len(files) for files in found]:
@@ -56,7 +57,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
         for special in {option.parse_special for option in options.values()}
     }
     makers = [DocumentMaker(encoders[source.options.parse_special], source.options) for source in sources]
-    starts = np.cumsum([0] + [shard["rows"] for shard in dataset.manifest["shards"]])
+    starts = [*dataset.shards.columns["first_pack"].tolist(), len(dataset)]
     documents = seen = 0
     for seen, task in enumerate(all_tasks(plan, sources), 1):
         if seen == len(starts):
@@ -79,22 +80,31 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
 def _window_problems(
     dataset: Dataset, packs: range, tokens: Documents, source: Source, plan: Plan
 ) -> Iterator[tuple[str, str]]:
-    pieces: dict[int, list[tuple[int, Any, Any]]] = {}
+    pieces: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
     for number in packs:
         row = dataset[number]
-        for segment, document in enumerate(row["doc_ids"].tolist()):
-            begin, end = row["cu_seqlens"][segment : segment + 2]
+        begins = row["cu_seqlens"][:-1]
+        ends = begins + row.get("segment_lens", np.diff(row["cu_seqlens"]))
+        for segment, document in enumerate(zip(row["doc_ids"].tolist(), row["doc_parts"].tolist(), strict=True)):
+            begin, end = begins[segment], ends[segment]
             piece = (int(row["doc_offsets"][segment]), row["input_ids"][begin:end], row["loss_mask"][begin:end])
             pieces.setdefault(document, []).append(piece)
-    for number, document in enumerate(tokens.doc_ids.tolist()):
+    parts = np.zeros(len(tokens.doc_ids), np.int32) if tokens.doc_parts is None else tokens.doc_parts
+    for number, document in enumerate(zip(tokens.doc_ids.tolist(), parts.tolist(), strict=True)):
         begin, end = tokens.offsets[number : number + 2]
         ids = tokens.input_ids[begin:end]
         mask = tokens.mask_of(begin, end)
         wrong = _document_problem(pieces.pop(document, []), ids, mask, source.options, plan)
         if wrong:
-            yield f"document {document} (window {document >> 32}, record {document & 0xFFFFFFFF})", wrong
+            yield _name(document), wrong
     for document in pieces:
-        yield f"document {document}", "is packed, but the sources have no such record"
+        yield _name(document), "is packed, but the sources have no such record"
+
+
+def _name(document: tuple[int, int]) -> str:
+    window, record = split_doc_id(document[0])
+    part = f", part {document[1]}" if document[1] else ""
+    return f"document {document[0]} (window {window}, record {record}{part})"
 
 
 def _document_problem(

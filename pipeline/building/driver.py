@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from importlib import metadata
 from itertools import chain
+from typing import Any
 
 import xxhash
 
@@ -32,11 +33,13 @@ from pipeline.sources.discovery import check_unchanged, resolve_sources
 from pipeline.sources.streams import stream_parts
 from pipeline.sources.windows import Slice, Source, Window, cut_windows, enumerate_streams
 from shards.errors import FormatError, PackError, counted
-from shards.manifest import Record, commit, read_sidecar
-from shards.plan import Plan, plan_id
+from shards.manifest import commit
+from shards.plan import Plan, TokenizerPlan, make_plan, make_source, plan_id
 from shards.publish import Store
-from shards.schema import FORMAT, VERSION, layout_of
+from shards.schema import layout_of
+from shards.sidecar import Sidecar, read_sidecar
 
+Record = dict[str, Any]
 RECIPE = 2  # raise it when the same plan would give other bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -96,14 +99,14 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
         progress.say(
             f"tokenizer: its BPE dropout of {spec.dropout:g} is switched off: a text always gives the same ids"
         )
-    plan = make_plan(config, sources, spec.as_plan(), windows, part_bytes)
+    plan = plan_of(config, sources, spec.as_plan(), windows, part_bytes)
     job = Job(plan, plan_id(plan), sources, out, files, config.tokenizer_engine, config.on_error)
     try:
         return _build(job, config, open_store(out), progress, begin)
     except io_errors() as error:
         # another build of this plan that ends first clears the unpublished files of all
         if isinstance(error, FileNotFoundError) and (finished := finished_dataset(open_store(out), job)) is not None:
-            return finished
+            return dict(finished)
         number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
         if number == errno.ENOTDIR:
             raise PackError(
@@ -125,7 +128,7 @@ def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begi
     """Prepare the directory, run what is missing, redo what is in doubt, commit."""
     done = prepare(store, config, job, progress.say)
     if done is not None:
-        return done
+        return dict(done)
     sizes = [file.bytes for source in job.sources for file in source.files]
     raw_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     progress.begin(raw_bytes)
@@ -176,26 +179,28 @@ def _refuse_idle_policy(config: BuildConfig) -> None:
             )
 
 
-def make_plan(
-    config: BuildConfig, sources: list[Source], tokenizer: Record, windows: list[Window], part_bytes: int
+def plan_of(
+    config: BuildConfig, sources: list[Source], tokenizer: TokenizerPlan, windows: list[Window], part_bytes: int
 ) -> Plan:
     """Return all that determines the bytes of the dataset, and nothing else."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "recipe": RECIPE,
-        "seq_len": config.seq_len,
-        "seed": config.seed,
-        "position_ids": config.position_ids,
-        "packer": {"name": config.packer, "max_segments": config.max_segments},
-        "tokenizer": tokenizer,
-        "sources": [
-            {"name": source.name, "records": asdict(source.options), "files": [file.as_plan() for file in source.files]}
+    options = [source.options for source in sources]
+    return make_plan(
+        recipe=RECIPE,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        position_ids=config.position_ids,
+        loss_mask=any(option.kind != "text" for option in options),  # of a text, every token but the first is a target
+        turn_ends=any(option.overlong_policy == "truncate-turns" for option in options),
+        packer=config.packer,
+        max_segments=config.max_segments,
+        tokenizer=tokenizer,
+        sources=[
+            make_source(source.name, asdict(source.options), [file.as_plan() for file in source.files])
             for source in sources
         ],
-        "windows": [[window.source, [list(slice_) for slice_ in window.slices]] for window in windows],
-        "part_bytes": part_bytes,
-    }
+        windows=[[window.source, [list(slice_) for slice_ in window.slices]] for window in windows],
+        part_bytes=part_bytes,
+    )
 
 
 def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> tuple[int, float, int]:
@@ -264,7 +269,7 @@ class _Stream:
                 yield Task(self.next_window - 1, source, (slice_,), payload)
 
 
-def _committed(store: Store, job: Job, task: Task) -> Record | None:
+def _committed(store: Store, job: Job, task: Task) -> Sidecar | None:
     """Return the sidecar of a finished window; None where the window must be built (again)."""
     try:
         sidecar = read_sidecar(store, task.window)
@@ -290,5 +295,5 @@ def _commit(store: Store, job: Job, survey: Survey, num_windows: int, facts: Rec
         finished = finished_dataset(store, job)
         if finished is None:
             raise
-        return finished
-    return manifest
+        return dict(finished)
+    return dict(manifest)

@@ -12,15 +12,16 @@ import xxhash
 from pipeline.building.window import Job
 from pipeline.config import BuildConfig
 from shards.errors import FormatError, PackError
-from shards.manifest import Record, datasets_files, digest_files, sidecar_name
-from shards.plan import differences, parse_plan, plan_id
+from shards.manifest import INDEX_FILE, Manifest, datasets_files, digest_files
+from shards.plan import FORMAT, differences, parse_plan, plan_id
 from shards.publish import Store, canonical, unseal
-from shards.schema import FORMAT
+from shards.reader import list_shards, parse_manifest
+from shards.sidecar import sidecar_name
 
 OWN = re.compile(r"\d{8}(\.json|-[0-9a-f]{16}\.arrow)")  # what a build names its files in shards/
 
 
-def prepare(store: Store, config: BuildConfig, job: Job, say: Callable[[str], None]) -> Record | None:
+def prepare(store: Store, config: BuildConfig, job: Job, say: Callable[[str], None]) -> Manifest | None:
     """Make the output directory hold this plan; return the manifest if the dataset is already there."""
     data = store.get("plan.json")
     if data is None:
@@ -76,13 +77,13 @@ def _check_planless(store: Store, config: BuildConfig) -> None:
         )
 
 
-def _refuse_strays(store: Store, manifest: Record | None) -> None:
+def _refuse_strays(store: Store, manifest: Manifest | None) -> None:
     """Refuse files among a dataset's own that are not of it: they would break its rules, and are not ours to remove."""
     if manifest is None:
         strays = [f"shards/{name}" for name in store.sizes("shards") if not OWN.fullmatch(name)]
     else:
-        listed = {shard["file"] for shard in manifest["shards"]}
-        listed |= {sidecar_name(shard["window"]) for shard in manifest["shards"]}
+        shards = list_shards(store, manifest)
+        listed = {shard["file"] for shard in shards} | {sidecar_name(shard["window"]) for shard in shards}
         listed |= {f"tokenizer/{name}" for name in manifest["tokenizer_files"]}
         there = [f"{directory}/{name}" for directory in ("shards", "tokenizer") for name in store.sizes(directory)]
         strays = [name for name in there if name not in listed]
@@ -94,9 +95,11 @@ def _refuse_strays(store: Store, manifest: Record | None) -> None:
         )
 
 
-def _lost_files(store: Store, job: Job, manifest: Record) -> dict[str, bytes] | None:
+def _lost_files(store: Store, job: Job, manifest: Manifest) -> dict[str, bytes] | None:
     """Return what a dataset whose shards are whole lacks beside them, by name; None where it must be committed anew."""
-    expected = {name: canonical(content) for name, content in datasets_files(job.plan, manifest).items()}
+    files = [shard["file"] for shard in list_shards(store, manifest)]
+    contents = datasets_files(job.plan, manifest["dataset_id"], files)
+    expected = {name: canonical(content) for name, content in contents.items()}
     lost = {name: content for name, content in expected.items() if store.get(name) != content}
     ours = digest_files(job.tokenizer_files)  # the same tokenizer may be written otherwise now
     for name, digest in manifest["tokenizer_files"].items():
@@ -150,24 +153,24 @@ def reads_stdin(job: Job) -> bool:
     return any(file.location == "-" for source in job.sources for file in source.files)
 
 
-def whole_manifest(store: Store) -> Record | None:
+def whole_manifest(store: Store) -> Manifest | None:
     """Return the manifest, unless it is damaged or a file that it lists is missing or has another size."""
     data = store.get("manifest.json")
     if data is None:
         return None
     try:
-        manifest = unseal(data, f"{store.location}/manifest.json", "F1")
+        manifest = parse_manifest(data, f"{store.location}/manifest.json")
+        shards = list_shards(store, manifest)
     except FormatError:
         return None
-    there = store.sizes("shards")
-    whole = store.size("index.arrow") == manifest["index"]["bytes"] and all(
-        there.get(shard["file"].removeprefix("shards/")) == shard["bytes"] and f"{shard['window']:08d}.json" in there
-        for shard in manifest["shards"]
+    there = {f"shards/{name}": size for name, size in store.sizes("shards").items()}
+    whole = store.size(INDEX_FILE) == manifest["index"]["bytes"] and all(
+        there.get(shard["file"]) == shard["bytes"] and sidecar_name(shard["window"]) in there for shard in shards
     )
     return manifest if whole else None
 
 
-def finished_dataset(store: Store, job: Job) -> Record | None:
+def finished_dataset(store: Store, job: Job) -> Manifest | None:
     """Return the manifest of this plan's whole dataset, if it is there."""
     manifest = whole_manifest(store)
     return manifest if manifest is not None and manifest["plan_id"] == job.plan_id else None

@@ -5,15 +5,16 @@ and a dataset that would have hardly anything to train on is refused with the li
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.documents.encoder import REFERENCE
 from pipeline.documents.make import explain_no_targets
 from pipeline.formatting import format_reasons
 from pipeline.sources.windows import Source
+from shards.counts import Counts, add_counts, empty_counts
 from shards.errors import PackError, counted
-from shards.manifest import Record, add_counts, empty_counts, read_sidecar, sidecar_name
 from shards.publish import Store
+from shards.sidecar import Rejection, Sidecar, read_sidecar, sidecar_name
 
 SETTLED = 10_000  # records after which the share of bad ones is taken seriously
 
@@ -26,7 +27,7 @@ class Tally:
         self.read = self.rejected = 0
         self.example = ""
 
-    def add(self, counts: Record, rejected: Sequence[Record] = ()) -> None:
+    def add(self, counts: Counts, rejected: Sequence[Rejection] = ()) -> None:
         """Count a window; stop early where far too many records are bad."""
         if rejected and not self.example:
             self.example = f" (the first: {rejected[0]['where']}: {rejected[0]['reason'].removesuffix('.')})"
@@ -47,7 +48,7 @@ class Tally:
 class Survey(NamedTuple):
     """What the sidecars of a build say together."""
 
-    totals: Record
+    totals: Counts
     kept: set[str]
     "Files in shards/ that belong to the dataset."
     suspects: set[int]
@@ -56,7 +57,7 @@ class Survey(NamedTuple):
     "Whether it gave other ids than the reference in any window."
     trained_end_ids: set[int]
     "End marks that answers and documents were trained to end in: where a model made of them will stop."
-    spelled_controls: Record
+    spelled_controls: dict[str, Any]
     "How many `texts` spell a control token without becoming one, and an `example`; empty where none does."
 
 
@@ -69,7 +70,7 @@ def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
     kept: set[str] = set()
     suspects: set[int] = set()
     trained_end_ids: set[int] = set()
-    spelled_controls: Record = {}
+    spelled_controls: dict[str, Any] = {}
     totals, tally, lied = empty_counts(), Tally(max_rejected), False
     for sidecar in all_sidecars(store, num_windows):
         kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
@@ -87,7 +88,7 @@ def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
     return Survey(totals, kept, suspects, lied, trained_end_ids, spelled_controls)
 
 
-def all_sidecars(store: Store, num_windows: int) -> Iterator[Record]:
+def all_sidecars(store: Store, num_windows: int) -> Iterator[Sidecar]:
     """Yield the sidecars in window order.
 
     Raises:
@@ -103,7 +104,7 @@ def all_sidecars(store: Store, num_windows: int) -> Iterator[Record]:
         yield sidecar
 
 
-def check_totals(totals: Record, sources: list[Source]) -> None:
+def check_totals(totals: Counts, sources: list[Source]) -> None:
     """Stop where nothing is left to train on, or hardly anything has a target."""
     documents, dropped = totals["documents"], totals["documents"]["dropped"]
     without = dropped.get("no_target", 0)

@@ -17,17 +17,18 @@ from pipeline.building.stages import Stages
 from pipeline.documents.make import DocumentMaker
 from pipeline.packing.accounting import cut_documents
 from pipeline.packing.packers import PACKERS, lower_bound
-from pipeline.packing.rows import assemble_rows
+from pipeline.packing.rows import align_up, assemble_rows
 from pipeline.packing.warm_up import compile_kernels
 from pipeline.sources.reader import RecordBatch, Rejected, WindowReader
 from pipeline.sources.windows import Slice, Source
 from pipeline.tokens import Documents, concatenate
+from shards.counts import Counts, length_histogram
 from shards.errors import PackError
-from shards.manifest import LONGEST, empty_counts, length_histogram, sidecar_name
 from shards.plan import Plan
 from shards.publish import Store, seal
-from shards.schema import FORMAT, VERSION, layout_of
-from shards.writer import encode_index, write_shard
+from shards.schema import doc_id, layout_of
+from shards.sidecar import MAX_LONGEST, Rejection, make_sidecar, sidecar_name
+from shards.writer import write_shard
 
 MANY_TOKENS = 1 << 21  # from here on machine code pays for being loaded
 Tick = Callable[[int, int, int], None]  # documents, tokens, raw bytes done since the last call
@@ -97,36 +98,43 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         packer = PACKERS[job.plan["packer"]["name"]]
         segments, balance = cut_documents(documents, source.options, layout.seq_len, packer.cut_policy)
         limits = {"max_segments": job.plan["packer"]["max_segments"]}
-        bins = packer(segments.length, layout.seq_len, seed=job.plan["seed"] + task.window, **limits)
-        bound = lower_bound(segments.length, layout.seq_len, **limits)
+        slots = align_up(segments.length, layout.align)
+        bins = packer(slots, layout.seq_len, seed=job.plan["seed"] + task.window, **limits)
+        bound = lower_bound(slots, layout.seq_len, **limits)
     with stages.time("gather"):
         rows = assemble_rows(documents, segments, bins, layout)
-    counts = empty_counts() | {"segments": len(segments.length), "packs": len(rows)}
-    counts |= {"tokens": balance.tokens, "targets": balance.targets}
-    counts["documents"] = {"read": reader.num_records, **balance.documents, "dropped": dropped | balance.dropped}
+    counts: Counts = {
+        "documents": {
+            **balance.documents,
+            "read": reader.num_records,
+            "dropped": dropped | balance.documents["dropped"],
+        },
+        "tokens": balance.tokens,
+        "targets": balance.targets,
+        "segments": len(segments.length),
+        "packs": len(rows),
+    }
     lengths = documents.lengths
     overlong = np.flatnonzero(lengths > layout.seq_len)
-    longest = overlong[np.argsort(-lengths[overlong], kind="stable")[:LONGEST]]
+    longest = overlong[np.argsort(-lengths[overlong], kind="stable")[:MAX_LONGEST]]
     with stages.time("write"):
         shard = write_shard(store, layout, job.plan_id, task.window, rows, spent=stages.inside("write"))
-    sidecar = {
-        "format": FORMAT,
-        "version": VERSION,
-        "plan_id": job.plan_id,
-        "window": task.window,
-        "source": source.name,
-        "shard": shard,
-        "counts": counts,
-        "bound_packs": bound,
-        "lengths": length_histogram(lengths),
-        "segment_lengths": length_histogram(segments.length),
-        "longest": [{"doc_id": int(documents.doc_ids[k]), "tokens": int(lengths[k])} for k in longest],
-        "spans": [list(span) for span in reader.spans],
-        "input_xxh3": reader.input_xxh3,
-        "raw_bytes": reader.raw_bytes,
-        "rejected": [_rejected(entry, task.window) for entry in reader.rejected],
-        "index": encode_index(rows.index()),
-        "facts": {
+    sidecar = make_sidecar(
+        plan_id=job.plan_id,
+        window=task.window,
+        source=source.name,
+        shard=shard,
+        counts=counts,
+        index=rows.index(layout),
+        bound_packs=bound,
+        lengths=length_histogram(lengths),
+        segment_lengths=length_histogram(segments.length),
+        longest=[{"doc_id": int(documents.doc_ids[k]), "tokens": int(lengths[k])} for k in longest],
+        spans=reader.spans,
+        input_xxh3=reader.input_xxh3,
+        raw_bytes=reader.raw_bytes,
+        rejected=[_rejected(entry, task.window) for entry in reader.rejected],
+        facts={
             "tokenizer": encoder.facts(),
             "trained_end_ids": maker.trained_ends(documents),
             "spelled_controls": encoder.spelled.take(),
@@ -134,15 +142,19 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
             "pid": os.getpid(),
             "stages_s": {name: round(seconds, 6) for name, seconds in stages.seconds.items()},
         },
-    }
+    )
     with stages.time("write"):
         store.put(sidecar_name(task.window), seal(sidecar))
-    kept = {name: sidecar[name] for name in ("window", "counts", "raw_bytes")}
-    return kept | {"busy_s": sum(stages.seconds.values())}
+    return {
+        "window": task.window,
+        "counts": counts,
+        "raw_bytes": reader.raw_bytes,
+        "busy_s": sum(stages.seconds.values()),
+    }
 
 
-def _rejected(entry: Rejected, window: int) -> dict[str, Any]:
-    return {"doc_id": (window << 32) + entry.index, "where": entry.where, "reason": entry.reason, "record": entry.raw}
+def _rejected(entry: Rejected, window: int) -> Rejection:
+    return {"doc_id": doc_id(window, entry.index), "where": entry.where, "reason": entry.reason, "record": entry.raw}
 
 
 def read_documents(

@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from shards.errors import TokenizerError, reason_of
+from shards.plan import TokenizerPlan
 from shards.quiet import quiet
 
 JSON = "tokenizer.json"
@@ -62,7 +63,7 @@ class TokenizerSpec:
     dropout: float = field(default=0.0, compare=False)
     "The share of merges that tokenizer.json leaves out at random; encoders leave out none. Not in the plan."
 
-    def as_plan(self) -> dict[str, Any]:
+    def as_plan(self) -> TokenizerPlan:
         """Return the JSON-able part that identifies the tokenizer."""
         return {
             "digest": self.digest,

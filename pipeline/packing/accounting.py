@@ -12,19 +12,19 @@ from pipeline.config import RecordOptions
 from pipeline.packing.cutting import Segments, cut
 from pipeline.packing.rows import count_targets, mask_or_empty
 from pipeline.tokens import Documents
+from shards.counts import DocumentCounts, TokenCounts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
     """What became of the documents of a window."""
 
-    documents: dict[str, int]
-    "packed; and of these, split (into several segments) and truncated."
-    dropped: dict[str, int]
-    "Documents left out as a whole, by reason: overlong, no_target. Reasons that count nothing are left out."
-    tokens: dict[str, int | dict[str, int]]
+    documents: DocumentCounts
+    """read; packed, and of these, split (into several segments) and truncated; dropped as a whole, by reason: overlong,
+    no_target. Reasons that count nothing are left out."""
+    tokens: TokenCounts
     "read, packed, and lost by reason: overlong, no_target, truncated."
-    targets: dict[str, int | dict[str, int]]
+    targets: TokenCounts
     "read, packed, and lost by reason: these three, and boundary (first tokens of a segment inside a document)."
 
 
@@ -100,11 +100,12 @@ def _balance(
     lost_tokens["truncated"] = int((lengths - kept)[truncated].sum())
     return Balance(
         documents={
+            "read": len(lengths),
             "packed": int((num_segments > 0).sum()),
             "split": int((num_segments > 1).sum()),
             "truncated": int(truncated.sum()),
+            "dropped": _nonzero({reason: int(which.sum()) for reason, which in dropped.items()}),
         },
-        dropped=_nonzero({reason: int(which.sum()) for reason, which in dropped.items()}),
         tokens={"read": int(lengths.sum()), "packed": int(kept.sum()), "lost": _nonzero(lost_tokens)},
         targets={"read": int(targets.sum()), "packed": targets_packed, "lost": _nonzero(lost)},
     )

@@ -7,7 +7,7 @@ reads rows. Lengths come from histograms that are exact up to 256 tokens and wit
 
 from collections.abc import Sequence
 from shlex import quote
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,9 +28,12 @@ from pipeline.report.records import (
     StragglerFigures,
 )
 from pipeline.report.warnings import find_warnings
+from shards.counts import Counts
 from shards.errors import PackError, counted
+from shards.manifest import SourceTotals
 from shards.order import StepOrder
-from shards.reader import Dataset, Index
+from shards.reader import Dataset
+from shards.tables.index import Index
 
 REPORT_VERSION = 2
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 99.9)
@@ -94,7 +97,7 @@ def inspect_dataset(
         "steps": {"packs_per_step": packs_per_step, "per_epoch": steps, "left_over_packs": left_over},
         "sources": [source_figures(source, totals) for source in manifest["sources"]],
         "mix": mix_passes(manifest["sources"], mix or {}),
-        "disk": {"bytes": sum(shard["bytes"] for shard in manifest["shards"]), "shards": len(manifest["shards"])},
+        "disk": {"bytes": int(dataset.shards.columns["bytes"].sum()), "shards": len(dataset.shards)},
         "build": manifest["facts"],
         "warnings": [],
     }
@@ -126,7 +129,7 @@ def length_figures(dataset: Dataset) -> LengthFigures:
     }
 
 
-def mix_passes(sources: Sequence[dict[str, Any]], mix: dict[str, float]) -> list[MixFigures]:
+def mix_passes(sources: Sequence[SourceTotals], mix: dict[str, float]) -> list[MixFigures]:
     """Return how often a mix by tokens goes through each source until it has seen the last of them once.
 
     Raises:
@@ -216,11 +219,11 @@ def cost_figures(index: Index, *, padded: bool) -> CostFigures:
     }
 
 
-def source_figures(source: dict[str, Any], totals: dict[str, Any]) -> SourceFigures:
+def source_figures(source: SourceTotals, totals: Counts) -> SourceFigures:
     """Return one source's balance sheet, its share of all tokens and targets, and its longest documents."""
     counts = source["counts"]
 
-    def share(thing: str) -> float:
+    def share(thing: Literal["tokens", "targets"]) -> float:
         total = totals[thing]["packed"]
         return counts[thing]["packed"] / total if total else 0.0
 
@@ -245,7 +248,7 @@ def straggler_figures(index: Index) -> list[StragglerFigures]:
     too few packs for a step. Large datasets are judged by an even choice of packs.
     """
     stride = -(-len(index.num_tokens) // MAX_PACKS) or 1
-    thinned = Index(**{name: figures[::stride] for name, figures in vars(index).items()})
+    thinned = Index(**{name: figures[::stride] for name, figures in index.columns().items()})
     entries: list[StragglerFigures] = []
     for ranks in RANKS:
         orders: dict[str, float | None] = {}

@@ -30,7 +30,8 @@ def row_statistics(dataset: Dataset, shape: ModelShape = DEFAULT_SHAPE) -> RowSt
     lengths: Counter[int] = Counter()
     duplicate_segments = duplicate_tokens = segments_without_target = tokens_without_target = 0
     for row in range(len(dataset)):
-        ids, _, mask, bounds = dataset.pack(row)
+        pack = dataset.pack(row)
+        ids, mask, bounds = pack.input_ids, pack.loss_mask, pack.cu_seqlens
         used[ids] = True
         trained = np.add.reduceat(mask, bounds[:-1], dtype=np.int64) > 0
         for start, stop, target in zip(bounds[:-1].tolist(), bounds[1:].tolist(), trained.tolist(), strict=True):

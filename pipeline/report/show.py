@@ -21,6 +21,7 @@ from pipeline.report.terminal import safe_text
 from shards.errors import PackError, counted
 from shards.plan import Plan
 from shards.reader import Dataset
+from shards.tables.shard_list import ShardEntry
 from shards.text import printable
 
 WINDOW_SHIFT = 32  # a doc_id is window number * 2^32 + the record's index in the window
@@ -126,7 +127,7 @@ def _sidecar(dataset: Dataset, window: int) -> dict[str, Any]:
     return dict(json.loads(file.read_bytes())) if file.exists() else {"spans": []}
 
 
-def record_of(plan: Plan, shard: dict[str, Any], sidecar: dict[str, Any], document: int) -> str:
+def record_of(plan: Plan, shard: ShardEntry, sidecar: dict[str, Any], document: int) -> str:
     """Return where a document came from: file, and its place among the records of its slice."""
     index = document & ((1 << WINDOW_SHIFT) - 1)
     files = next(source["files"] for source in plan["sources"] if source["name"] == shard["source"])
@@ -144,8 +145,8 @@ def record_of(plan: Plan, shard: dict[str, Any], sidecar: dict[str, Any], docume
 def parts_of(dataset: Dataset, window: int, documents: set[int]) -> dict[int, list[tuple[int, int, int]]]:
     """Return, for each of some documents of one window, its segments as (first token, tokens, pack), in order."""
     parts: dict[int, list[tuple[int, int, int]]] = {document: [] for document in documents}
-    shards = dataset.manifest["shards"]  # one a window, in order
-    first = sum(shard["rows"] for shard in shards[:window])
+    shards = dataset.shards  # one a window, in order
+    first = int(shards.columns["first_pack"][window]) if window < len(shards) else 0
     for row in range(first, first + shards[window]["rows"]) if window < len(shards) else ():
         pack = dataset[row]
         columns = (pack["doc_ids"], pack["doc_offsets"], np.diff(pack["cu_seqlens"]))

@@ -7,10 +7,11 @@ begins. What cannot be cut without reading it (`is_streamed`) is cut while readi
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeline.config import MIB, RecordOptions
 from pipeline.sources.files import is_url
+from shards.plan import FilePlan
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,15 @@ class SourceFile:
     units: tuple[int, ...] = field(default=(), repr=False)
     "Parquet: uncompressed bytes of each row group. Arrow: number of rows of each record batch."
 
-    def as_plan(self) -> dict[str, Any]:
+    def as_plan(self) -> FilePlan:
         """Return the JSON-able part that identifies the file."""
-        kept = ("name", "bytes", "format", "compression", "fingerprint")
-        return {name: getattr(self, name) for name in kept}
+        return {
+            "name": self.name,
+            "bytes": self.bytes,
+            "format": self.format,
+            "compression": self.compression,
+            "fingerprint": self.fingerprint,
+        }
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every format version stays readable, and the same corpus still gives the same rows."""
+"""The format stays readable, an older one is refused by name, and the same corpus still gives the same rows."""
 
 import hashlib
 import json
@@ -8,47 +8,54 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shards import Dataset, verify
+from shards import Dataset, FormatError, verify
 
 HERE = Path(__file__).parent
 
 
 def decoded(root: Path) -> list[dict[str, list[object]]]:
-    """Every shard and the index as plain values, in the manifest's order."""
-    manifest = json.loads((root / "manifest.json").read_text())
-    files = [*(shard["file"] for shard in manifest["shards"]), "index.arrow"]
+    """Every shard and the index as plain values, in window order."""
+    files = [*(shard["file"] for shard in Dataset(root).shards), "index.arrow"]
     return [pa.ipc.open_stream(root / file).read_all().to_pydict() for file in files]
 
 
 @pytest.fixture(scope="module")
 def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    script = runpy.run_path(str(HERE / "write_v1.py"))
+    script = runpy.run_path(str(HERE / "write_v2.py"))
     return script["write"](tmp_path_factory.mktemp("golden"))
 
 
 def test_the_golden_dataset_is_sound_and_readable():
-    report = verify(HERE / "v1")
+    report = verify(HERE / "v2")
     assert report.ok, report.problems
-    dataset = Dataset(HERE / "v1")
-    rows = [pa.ipc.open_stream(HERE / "v1" / shard["file"]).read_all() for shard in dataset.manifest["shards"]]
+    dataset = Dataset(HERE / "v2")
+    rows = [pa.ipc.open_stream(HERE / "v2" / shard["file"]).read_all() for shard in dataset.shards]
     values = [row for table in rows for row in table.to_pylist()]
     assert len(dataset) == len(values) == 8
     for ours, theirs in zip(dataset, values, strict=True):
         assert {name: getattr(value, "tolist", lambda v=value: v)() for name, value in ours.items()} == theirs
 
 
+def test_version_1_is_refused_in_one_line_that_names_the_upgrade():
+    with pytest.raises(FormatError, match=r"version 1, this version reads 'shardpack' version 2 .*pack repack"):
+        Dataset(HERE / "v1")
+    (problem,) = verify(HERE / "v1").problems
+    assert problem.rule == "F1"
+    assert "pack repack" in problem.message
+
+
 def test_the_plan_is_canonical_json_known_by_its_hash_and_not_by_a_checksum():
-    plan = (HERE / "v1" / "plan.json").read_bytes()
+    plan = (HERE / "v2" / "plan.json").read_bytes()
     assert plan == json.dumps(json.loads(plan), sort_keys=True, separators=(",", ":")).encode()
     assert "checksum" not in json.loads(plan)
-    assert Dataset(HERE / "v1").manifest["plan_id"] == hashlib.sha256(plan).hexdigest()
+    assert Dataset(HERE / "v2").manifest["plan_id"] == hashlib.sha256(plan).hexdigest()
 
 
 def test_todays_build_of_the_same_corpus_gives_the_same_tables(rebuilt):
-    old, new = decoded(HERE / "v1"), decoded(rebuilt)
+    old, new = decoded(HERE / "v2"), decoded(rebuilt)
     assert len(old) == 4
     assert old == new
 
 
 def test_todays_build_of_the_same_corpus_has_the_same_identity(rebuilt):
-    assert Dataset(rebuilt).dataset_id == Dataset(HERE / "v1").dataset_id
+    assert Dataset(rebuilt).dataset_id == Dataset(HERE / "v2").dataset_id

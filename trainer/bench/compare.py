@@ -90,7 +90,7 @@ def count_work(steps: Sequence[StepPacks], cost: ModelCost) -> Work:
         pairs = int(attention_pairs(lengths).sum())
         windowed = int(attention_pairs(lengths, cost.sliding_window).sum())
         work.tokens.append(int(lengths.sum()))
-        work.targets.append(max(1, sum(int(mask.sum()) for _, _, mask, _ in step.documents)))
+        work.targets.append(max(1, sum(int(document.loss_mask.sum()) for document in step.documents)))
         work.flops.append(cost.flops(work.tokens[-1], pairs, windowed))
     return work
 

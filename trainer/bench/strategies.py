@@ -10,6 +10,7 @@ projects are in `benchmarks/references.py`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -114,14 +115,14 @@ class BufferedStrategy:
     def collate(self, micro: MicroBatch) -> Batch:
         """Copy rows into host buffers and on to the device; int64 (rows, width), or (1, T) end to end."""
         padded = micro.shape.row_len
-        slots = sum(padded or len(ids) for ids, *_ in micro.rows)
-        segments = sum(len(cu) for *_, cu in micro.rows)
-        ids, positions, *_ = micro.rows[0]
+        slots = sum(padded or len(row.input_ids) for row in micro.rows)
+        segments = sum(len(row.cu_seqlens) for row in micro.rows)
+        ids, positions = micro.rows[0].input_ids, micro.rows[0].position_ids
         # torch keeps pinned memory for the next batch, and hands it out again when the copy from it is done
         buffers = HostBuffers(slots, segments, ids.dtype, positions.dtype, pin=self._device.type == "cuda")
-        buffers.fill(micro.rows, max(int(np.diff(cu).max()) for *_, cu in micro.rows), micro.shape)
+        buffers.fill(micro.rows, max(int(np.diff(row.cu_seqlens).max()) for row in micro.rows), micro.shape)
         batch = buffers.to_device(self._device, 1 if padded is None else len(micro.rows))
-        return batch | {"num_tokens": sum(len(ids) for ids, *_ in micro.rows)}
+        return batch | {"num_tokens": sum(len(row.input_ids) for row in micro.rows)}
 
     def loss(self, batch: Batch, divisor: int) -> Tensor:
         """Return the loss."""
@@ -189,10 +190,10 @@ def cut_varlen(step: StepPacks, sizes: Sizes) -> list[MicroBatch]:
 
 def split_pack(row: Pack) -> list[Pack]:
     """Return the segments of a row as rows of their own; views."""
-    ids, positions, mask, cu = row
+    bounds = row.cu_seqlens.tolist()
     return [
-        Pack(ids[a:b], positions[a:b], mask[a:b], np.array([0, b - a], np.int32))
-        for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)
+        Pack(row.input_ids[a:b], row.position_ids[a:b], row.loss_mask[a:b], np.array([0, b - a], np.int32))
+        for a, b in pairwise(bounds)
     ]
 
 

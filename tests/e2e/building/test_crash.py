@@ -50,7 +50,7 @@ def options(corpus: Path, tokenizer_dir: str) -> dict[str, Any]:
 def clean(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("clean") / "out"
     manifest = build(BuildConfig(out=str(out), **options))
-    assert len(manifest["shards"]) == NUM_WINDOWS
+    assert manifest["shards"]["rows"] == NUM_WINDOWS
     return arrow_files(out)
 
 
@@ -201,7 +201,7 @@ def test_a_stopped_build_leaves_no_process_behind_and_resumes(server, options, t
     assert ("Add --resume to continue" in server.log.read_text()) == (which == signal.SIGINT)
     assert 0 < check_published(out) < 100
     assert server.run(arguments(many, out, "--workers=1", "--resume")) == 0, server.log.read_text()
-    assert len(Dataset(out).manifest["shards"]) > 100
+    assert len(Dataset(out).shards) > 100
     build(BuildConfig(out=str(tmp_path / "clean"), **many))
     assert arrow_files(out) == arrow_files(tmp_path / "clean")
 
@@ -361,7 +361,7 @@ def test_a_limit_on_file_sizes_is_one_line_about_space(server, options, corpus, 
     code = server.run(arguments(large, out, "--workers=1"), limit_bytes=40 << 10)
     check_out_of_space(server, out, code)
     assert server.run(arguments(large, out, "--workers=1", "--resume")) == 0
-    assert all(shard["bytes"] > 40 << 10 for shard in Dataset(out).manifest["shards"])
+    assert all(shard["bytes"] > 40 << 10 for shard in Dataset(out).shards)
     check_published(out)
 
 

@@ -16,7 +16,7 @@ from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
 from pipeline.packing.rows import assemble_rows
 from pipeline.tokens import Documents
-from shards import Dataset, PackError
+from shards import Dataset, Pack, PackError
 from shards.schema import Layout
 from trainer import PackedCollator, PackLoader
 from trainer.batch import HostBuffers, Shape
@@ -55,7 +55,7 @@ def in_one_row(lengths: list[int], seq_len: int, masks: list[list[int]] | None =
     return rows_of(lengths, seq_len, masks)[0]
 
 
-def rows_of(lengths: list[int], seq_len: int, masks: list[list[int]] | None = None) -> list[tuple[np.ndarray, ...]]:
+def rows_of(lengths: list[int], seq_len: int, masks: list[list[int]] | None = None) -> list[Pack]:
     total = sum(lengths)
     mask = np.ones(total, np.uint8) if masks is None else np.concatenate(masks).astype(np.uint8)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -67,13 +67,13 @@ def rows_of(lengths: list[int], seq_len: int, masks: list[list[int]] | None = No
     for row, (first, last) in enumerate(pairwise(rows.token_offsets.tolist())):
         begin = int(rows.segment_offsets[row]) + row
         cu = rows.cu_seqlens[begin : int(rows.segment_offsets[row + 1]) + row + 1]
-        found.append((rows.input_ids[first:last], rows.position_ids[first:last], rows.loss_mask[first:last], cu))
+        found.append(Pack(rows.input_ids[first:last], rows.position_ids[first:last], rows.loss_mask[first:last], cu))
     return found
 
 
-def filled(packs: list[tuple[np.ndarray, ...]], shape: Shape, rows: int = 1) -> dict:
+def filled(packs: list[Pack], shape: Shape, rows: int = 1) -> dict:
     buffers = HostBuffers(256, 64, packs[0][0].dtype, packs[0][1].dtype, pin=False)
-    buffers.fill(packs, max(int(np.diff(cu).max()) for *_, cu in packs), shape)
+    buffers.fill(packs, max(int(np.diff(pack.cu_seqlens).max()) for pack in packs), shape)
     return buffers.to_device(torch.device("cpu"), rows)
 
 
@@ -157,7 +157,7 @@ def test_offsets_are_int32_from_0_strictly_rising_to_the_number_of_tokens():
     rng = np.random.default_rng(0)
     for _ in range(1000):
         lengths = rng.integers(1, 12, rng.integers(1, 9)).tolist()
-        *_, cu = in_one_row(lengths, 128)
+        cu = in_one_row(lengths, 128).cu_seqlens
         assert cu.dtype == np.int32
         assert cu[0] == 0
         assert np.diff(cu).tolist() == lengths
@@ -228,13 +228,13 @@ def test_a_weight_belongs_to_the_token_that_is_predicted():
 
 def test_a_document_that_begins_with_an_answer_is_not_scored_from_the_one_before_it():
     """huggingface/trl#5854"""
-    _, _, mask, _ = in_one_row([3, 2], 8, [[1, 1, 1], [1, 1]])
+    _, _, mask, *_ = in_one_row([3, 2], 8, [[1, 1, 1], [1, 1]])
     assert mask.tolist() == [0, 1, 1, 0, 1]
 
 
 def test_a_mask_stays_on_its_ids_when_documents_share_a_row():
     """huggingface/trl#3728: packing dropped the column"""
-    ids, _, mask, _ = in_one_row([4, 2], 8, [[0, 0, 1, 1], [0, 1]])
+    ids, _, mask, *_ = in_one_row([4, 2], 8, [[0, 0, 1, 1], [0, 1]])
     assert ids[mask == 1].tolist() == [5, 6, 8]
 
 

@@ -47,7 +47,7 @@ def test_ten_times_the_corpus_takes_the_same_memory(tmp_path, words, tokenizer_d
     for times in (1, 10):
         corpus = write_corpus(tmp_path / f"{times}.jsonl", words, times * 1000 * KIB)
         peaks.append(peak_bytes(corpus, tokenizer_dir, tmp_path / f"out{times}", 250 * KIB))
-    assert len(Dataset(tmp_path / "out10").manifest["shards"]) > 35
+    assert len(Dataset(tmp_path / "out10").shards) > 35
     assert peaks[1] <= 1.3 * peaks[0]
 
 
@@ -55,7 +55,7 @@ def test_memory_follows_the_formula(tmp_path, words, tokenizer_dir):
     corpus = write_corpus(tmp_path / "c.jsonl", words, 12_000 * KIB)
     small = peak_bytes(corpus, tokenizer_dir, tmp_path / "small", 250 * KIB)
     large = peak_bytes(corpus, tokenizer_dir, tmp_path / "large", 12_000 * KIB)
-    largest = max(shard["tokens"] for shard in Dataset(tmp_path / "large").manifest["shards"])
+    largest = max(shard["tokens"] for shard in Dataset(tmp_path / "large").shards)
     assert largest > 3_000_000
     assert large <= small + BYTES_PER_TOKEN * largest + FIXED_BYTES
 

@@ -71,7 +71,7 @@ DAMAGES = [
 def test_a_damaged_dataset_is_mended_by_resume_alone(options, ran, damage):
     whole = build(BuildConfig(**options))
     out = Path(options["out"])
-    shard, sidecar = out / whole["shards"][2]["file"], out / "shards" / "00000002.json"
+    shard, sidecar = out / Dataset(out).shards[2]["file"], out / "shards" / "00000002.json"
     if damage == "a shard is missing":
         shard.unlink()
     elif damage == "a shard is cut off":
@@ -156,7 +156,7 @@ def test_a_dataset_without_its_plan_says_so_and_is_built_again_by_overwrite(opti
             build(BuildConfig(**options, resume=resume))
     ran.clear()
     assert build(BuildConfig(**options, overwrite=True))["dataset_id"] == first["dataset_id"]
-    assert len(ran) == len(first["shards"])
+    assert len(ran) == first["shards"]["rows"]
     assert verify(options["out"]).ok
 
 
@@ -226,7 +226,7 @@ def test_a_compressed_file_is_read_again_on_resume_but_its_windows_are_kept(opti
     interrupt(monkeypatch, options, at_window=3)
     ran.clear()
     resumed = build(BuildConfig(**options, resume=True))
-    assert ran == list(range(3, len(whole["shards"])))
+    assert ran == list(range(3, whole["shards"]["rows"]))
     assert resumed["dataset_id"] == whole["dataset_id"]
 
 
@@ -241,7 +241,7 @@ def test_a_streamed_window_of_other_bytes_is_built_again(options, ran, monkeypat
     path.write_bytes(gzip.compress(lines(100).replace(b"40: packing", b"40: gnikcap")))
     ran.clear()
     build(BuildConfig(**options, resume=True))
-    assert len(ran) == len(Dataset(options["out"]).manifest["shards"]) - 2
+    assert len(ran) == len(Dataset(options["out"]).shards) - 2
     assert verify(options["out"]).ok
 
 

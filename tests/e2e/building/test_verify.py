@@ -14,9 +14,9 @@ from pipeline.cli import main
 from shards import Dataset, FormatError, verify
 from shards.publish import seal
 
-FILES = ("shard", "sidecar", "index", "manifest", "plan", "state", "info", "tokenizer")
+FILES = ("shard", "sidecar", "index", "list", "manifest", "plan", "state", "info", "tokenizer")
 RULES = {
-    "shard": {"F3", "F4"}, "sidecar": {"F5"}, "index": {"F3", "F13"}, "manifest": {"F1"}, "plan": {"F2"},
+    "shard": {"F3", "F4"}, "sidecar": {"F5"}, "index": {"F13"}, "list": {"F17"}, "manifest": {"F1"}, "plan": {"F2"},
     "state": {"F16"}, "info": {"F16"}, "tokenizer": {"F15"},
 }  # fmt: skip
 Place = Callable[[str], Path]
@@ -42,7 +42,13 @@ def copy(sound: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def place(copy: Path) -> Place:
     """Where each kind of file lies in the copy."""
-    names = {"index": "index.arrow", "manifest": "manifest.json", "plan": "plan.json", "state": "state.json"}
+    names = {
+        "index": "index.arrow",
+        "list": "shards.arrow",
+        "manifest": "manifest.json",
+        "plan": "plan.json",
+        "state": "state.json",
+    }
     names |= {"info": "dataset_info.json", "sidecar": "shards/00000000.json", "tokenizer": "tokenizer/tokenizer.json"}
     names["shard"] = next(copy.glob("shards/00000000-*.arrow")).relative_to(copy).as_posix()
     return lambda kind: copy / names[kind]
@@ -113,7 +119,7 @@ def test_a_missing_file_is_named(copy, place, kind):
 
 
 @pytest.mark.parametrize("change", ["flipped", "cut off"])
-@pytest.mark.parametrize("kind", ["shard", "sidecar", "index", "manifest", "state", "info", "tokenizer"])
+@pytest.mark.parametrize("kind", ["shard", "sidecar", "index", "list", "manifest", "state", "info", "tokenizer"])
 def test_what_verify_advises_for_a_damaged_file_mends_it(copy, place, sound, tokenizer_dir, kind, change):
     data = place(kind).read_bytes()
     middle = len(data) // 2
@@ -131,7 +137,7 @@ def test_an_extra_shard_is_named(copy, place):
     shutil.copy(place("shard"), extra)
     code, stderr = run_verify(copy)
     assert code == 1
-    assert f"shards/{extra.name}: is not listed in the manifest (rule F3). Move it away." in stderr
+    assert f"shards/{extra.name}: is not in the shard list (rule F3). Move it away." in stderr
 
 
 def test_the_shard_of_another_plan_is_named(copy, place, tmp_path, tokenizer_dir):
@@ -142,7 +148,7 @@ def test_the_shard_of_another_plan_is_named(copy, place, tmp_path, tokenizer_dir
     shutil.copy(stranger, place("shard"))
     code, stderr = run_verify(copy)
     assert code == 1
-    assert "does not match its checksum in the manifest (rule F4)" in stderr
+    assert "does not match its checksum in the shard list (rule F4)" in stderr
     shutil.copy(foreign / "shards" / "00000000.json", place("sidecar"))
     assert "belongs to plan" in run_verify(copy)[1]
 
@@ -155,15 +161,15 @@ def test_shards_that_are_exchanged_are_named(copy):
     assert run_verify(copy)[0] == 1
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"version": None}, {"format": "parquet"}])
+@pytest.mark.parametrize("change", [{"version": 3}, {"version": None}, {"format": "parquet"}])
 def test_an_unknown_version_is_refused_with_what_is_read_instead(copy, place, change):
     record = json.loads(place("manifest").read_text()) | change
     del record["checksum"]
     place("manifest").write_bytes(seal(record))
     code, stderr = run_verify(copy)
     assert code == 1
-    assert "this version reads 'shardpack' version 1" in stderr
-    with pytest.raises(FormatError, match=r"found format .* version .*, this version reads 'shardpack' version 1"):
+    assert "this version reads 'shardpack' version 2" in stderr
+    with pytest.raises(FormatError, match=r"found format .* version .*, this version reads 'shardpack' version 2"):
         Dataset(copy)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from shards.counts import LENGTH_EDGES, add_counts, imbalance, length_histogram
 from shards.errors import FormatError, PackError, counted
-from shards.manifest import LENGTH_EDGES, add_counts, imbalance, length_histogram
 from shards.plan import differences, plan_id
 from shards.publish import LocalStore, seal, unseal
 from shards.reader import Shard
@@ -36,6 +36,9 @@ def make_rows(lengths_by_row: list[list[int]], layout: Layout, seed: int = 0) ->
             layout.position_type.to_pandas_dtype()
         ),
         loss_mask=mask,
+        num_tokens=np.diff(starts).astype(np.int32),
+        doc_parts=np.zeros(sum(segments), np.int32),
+        start_targets=np.zeros(sum(segments), np.uint8),
         cu_seqlens=np.concatenate(cu or [[]]).astype(np.int32),
         doc_ids=np.arange(sum(segments), dtype=np.int64),
         doc_offsets=np.zeros(sum(segments), np.int32),
@@ -58,7 +61,7 @@ def test_ids_at_the_edge_of_16_bits_read_back_equal(tmp_path, max_id, expected):
     store.create()
     record = write_shard(store, layout, "plan", 0, rows)
     shard = Shard(tmp_path / record["file"], record["bytes"])
-    values, _ = shard.batches[0].lists["input_ids"]
+    values, _ = shard.batch(0).lists["input_ids"]
     assert values.dtype == expected
     assert values[0] == max_id
     assert np.array_equal(values, rows.input_ids)
@@ -94,13 +97,13 @@ def test_a_row_is_a_view_on_the_map(tmp_path):
     record = write_shard(store, layout, "plan", 0, make_rows(ROWS, layout))
     before = pa.total_allocated_bytes()
     shard = Shard(tmp_path / record["file"], record["bytes"])
-    batch, local = shard.locate(2)
+    batch, local = shard.batch(0), 2
     values, offsets = batch.lists["input_ids"]
     assert not values.flags.owndata
     assert not values.flags.writeable
     assert offsets[local + 1] - offsets[local] == 2
     assert pa.total_allocated_bytes() == before
-    shard.advise(2)
+    shard.advise([2])
 
 
 def test_a_truncated_shard_is_refused_before_it_is_mapped(tmp_path):
@@ -112,21 +115,6 @@ def test_a_truncated_shard_is_refused_before_it_is_mapped(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(FormatError, match=r"has [\d,]+ bytes, the manifest says .* \(rule F3\)"):
         Shard(path, record["bytes"])
-
-
-def test_padded_layouts_have_the_padded_length_as_bucket():
-    layout = Layout(seq_len=200, max_token_id=9, padded=True)
-    lengths = np.array([1, 64, 65, 129, 199, 200], np.int32)
-    assert layout.buckets(np.zeros(6, np.int64), lengths).tolist() == [64, 64, 128, 192, 200, 200]
-
-
-def test_cost_buckets_are_quarter_octaves_of_attention_pairs():
-    layout = Layout(seq_len=200, max_token_id=9)
-    pairs = np.array([1, 2, 4, 16, 1 << 40], np.int64)
-    assert layout.buckets(pairs, np.ones(5, np.int32)).tolist() == [0, 4, 8, 16, 160]
-    many = np.unique(np.geomspace(1, 2**60, 4000).astype(np.int64))
-    exact = [sum(int(p) ** 4 >= 1 << k for k in range(1, 241)) for p in many]  # p >= 2^(k/4) in integers
-    assert layout.buckets(many, np.ones(len(many), np.int32)).tolist() == exact
 
 
 def test_positions_follow_from_boundaries():
@@ -179,7 +167,8 @@ def plan_of(*files: tuple[str, int, str], name: str = "web", **changes: Any) -> 
     """A plan with one source, as far as differences look at it."""
     entries = [{"name": file, "bytes": size, "fingerprint": mark} for file, size, mark in files]
     plan = {
-        "seq_len": 2048, "seed": 0, "position_ids": True, "recipe": 1, "part_bytes": 1000,
+        "seq_len": 2048, "seed": 0, "position_ids": True, "loss_weights": False, "align": 1, "recipe": 1,
+        "part_bytes": 1000,
         "packer": {"name": "auto", "max_segments": None}, "tokenizer": {"digest": "x", "vocab_size": 1000},
         "sources": [{"name": name, "records": {"text_field": "text"}, "files": entries}],
     }  # fmt: skip

@@ -12,11 +12,13 @@ from pipeline.packing.packers import PACKERS
 from pipeline.packing.rows import assemble_rows
 from pipeline.tokens import Documents
 from shards import Dataset
-from shards.manifest import commit, empty_counts, length_histogram
-from shards.plan import plan_id
+from shards.counts import empty_counts, length_histogram
+from shards.manifest import commit
+from shards.plan import make_plan, make_source, plan_id
 from shards.publish import LocalStore, canonical
-from shards.schema import FORMAT, VERSION, layout_of
-from shards.writer import encode_index, write_shard
+from shards.schema import layout_of
+from shards.sidecar import make_sidecar
+from shards.writer import write_shard
 from trainer import TrainConfig, TrainResult, train
 
 VOCAB = 97
@@ -40,12 +42,12 @@ def write_dataset(
     path: Path, sources: dict[str, list[Document]], seq_len: int, packer: str = "ffd", max_id: int = VOCAB - 1
 ) -> Dataset:
     """Write a finished dataset, one window for each source."""
-    tokenizer = {"digest": "0" * 64, "vocab_size": max_id + 1, "max_id": max_id}
-    plan = {
-        "format": FORMAT, "version": VERSION, "recipe": 1, "seq_len": seq_len, "seed": 0, "position_ids": True,
-        "packer": {"name": packer, "max_segments": None}, "tokenizer": tokenizer,
-        "sources": [{"name": name} for name in sources], "windows": [], "part_bytes": 0,
-    }  # fmt: skip
+    plan = make_plan(
+        seq_len=seq_len,
+        packer=packer,
+        tokenizer={"digest": "0" * 64, "vocab_size": max_id + 1, "max_id": max_id},
+        sources=[make_source(name) for name in sources],
+    )
     store = LocalStore(path)
     store.create()
     store.put("plan.json", canonical(plan))
@@ -60,15 +62,20 @@ def write_dataset(
         )
         segments = cut(lengths, seq_len, "split")
         rows = assemble_rows(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
-        sidecars.append(
-            {
-                "window": window, "source": name, "counts": empty_counts(), "bound_packs": 0, "longest": [],
-                "lengths": length_histogram(lengths), "segment_lengths": length_histogram(segments.length),
-                "shard": write_shard(store, layout, plan_id(plan), window, rows), "rejected": [],
-                "index": encode_index(rows.index()),
-                "facts": {"stages_s": {}, "tokenizer": {"engine": "", "version": "", "guard": {"result": ""}}},
-            }
-        )  # fmt: skip
+        counts = empty_counts()
+        counts["packs"], counts["segments"] = len(rows), len(segments.length)
+        counts["tokens"] = {"read": int(lengths.sum()), "packed": int(lengths.sum()), "lost": {}}
+        sidecar = make_sidecar(
+            plan_id=plan_id(plan),
+            window=window,
+            source=name,
+            shard=write_shard(store, layout, plan_id(plan), window, rows),
+            counts=counts,
+            index=rows.index(layout),
+            lengths=length_histogram(lengths),
+            segment_lengths=length_histogram(segments.length),
+        )
+        sidecars.append(sidecar)
     commit(store, plan, sidecars, {}, {})
     return Dataset(path)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from shards import Pack
 from trainer.batch import HostBuffers, Shape, next_power_of_two
 
 CPU = torch.device("cpu")
@@ -13,7 +14,7 @@ def pack_of(*segments, dtype=np.uint16):
     """A pack of segments, each a list of (id, is_target)."""
     lengths = [len(segment) for segment in segments]
     flat = [token for segment in segments for token in segment]
-    return (
+    return Pack(
         np.array([i for i, _ in flat], dtype),
         np.concatenate([np.arange(n) for n in lengths]).astype(dtype),
         np.array([m for _, m in flat], np.uint8),
@@ -28,7 +29,7 @@ C = [(31, 0), (32, 0), (33, 1)]
 
 def batch_of(packs, shape=None, dtype=np.uint16, rows=1, capacity=64, masked=None):
     buffers = HostBuffers(capacity, 16, np.dtype(dtype), np.dtype(dtype), pin=False)
-    longest = max(int(np.diff(cu).max()) for *_, cu in packs)
+    longest = max(int(np.diff(pack.cu_seqlens).max()) for pack in packs)
     buffers.fill(packs, longest, shape or Shape(), masked)
     return buffers.to_device(CPU, rows)
 

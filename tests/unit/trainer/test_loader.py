@@ -62,7 +62,8 @@ def test_the_divisor_by_document_counts_segments_with_a_target(dataset):
     step = PackLoader(dataset, packs_per_step=4, weighting="document").step_at(0)
     expected = 0
     for pack in np.concatenate(step.batches):
-        _, _, mask, cu = dataset.pack(int(pack))
+        pack = dataset.pack(int(pack))
+        mask, cu = pack.loss_mask, pack.cu_seqlens
         expected += sum(mask[a:b].any() for a, b in pairwise(cu))
     assert step.divisor == expected > 4
 
@@ -234,7 +235,7 @@ def test_static_shapes_are_one_shape(dataset):
 def test_bucketed_rows_are_rectangles_of_one_length(make_dataset, documents):
     dataset = make_dataset({"main": documents(80, 200, seed=5)}, 256, "bucketed")
     lengths = padded_length(dataset.index.max_seqlen, dataset.seq_len)
-    assert lengths.tolist() == [dataset[i]["bucket"] for i in range(len(dataset))]
+    assert lengths.tolist() == [dataset[i]["padded_length"] for i in range(len(dataset))]
     loader = PackLoader(dataset, tokens_per_batch=512, packs_per_step=4)
     shapes = Counter()
     for batch in loader:

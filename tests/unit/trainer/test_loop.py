@@ -37,7 +37,8 @@ def test_the_first_loss_is_the_mean_over_the_targets_of_the_step(run, dataset, m
 
     total, targets = 0.0, 0
     for pack in PackLoader(dataset, packs_per_step=4).packs_of(0):
-        ids, _, mask, cu = dataset.pack(int(pack))
+        row = dataset.pack(int(pack))
+        ids, mask, cu = row.input_ids, row.loss_mask, row.cu_seqlens
         for start, stop in pairwise(cu.tolist()):
             document = torch.from_numpy(ids[start:stop].astype("int64"))[None]
             model.set_attn_implementation("eager")

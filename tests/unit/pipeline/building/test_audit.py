@@ -19,7 +19,7 @@ def dataset(tokenizer_dir, tmp_path):
     build = ["build", "-", *flags, "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(main, build, input="".join(LINES), catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert len(Dataset(tmp_path / "out").manifest["shards"]) == 3
+    assert len(Dataset(tmp_path / "out").shards) == 3
     return str(tmp_path / "out")
 
 

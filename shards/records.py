@@ -1,0 +1,52 @@
+"""Check parsed JSON against the TypedDict that describes it, so that code which reads it can trust its types."""
+
+import types
+from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+
+def mismatch(value: Any, kind: Any, where: str = "") -> str | None:
+    """Return where a JSON value is not what a type says, or None.
+
+    Args:
+        value: What `json.loads` returned.
+        kind: A TypedDict, list[...], dict[str, ...], a union, int, float, str, bool, None or Any. A TypedDict may have
+            more keys than it names.
+        where: The value's place, for the answer.
+
+    Example:
+        `mismatch({"a": [1, "2"]}, A)`, where A has `a: list[int]`, returns "a[1] is a str; expected int".
+    """
+    origin = get_origin(kind)
+    if kind is Any:
+        return None
+    if is_typeddict(kind):
+        return _record_mismatch(value, kind, where)
+    if origin in (Union, types.UnionType):
+        problems = [mismatch(value, choice, where) for choice in get_args(kind)]
+        return None if None in problems else problems[0]
+    if origin is list and isinstance(value, list):
+        (inner,) = get_args(kind)
+        found = (mismatch(item, inner, f"{where}[{place}]") for place, item in enumerate(value))
+        return next((problem for problem in found if problem), None)
+    if origin is dict and isinstance(value, dict):
+        inner = get_args(kind)[1]
+        found = (mismatch(item, inner, f"{where}.{key}" if where else key) for key, item in value.items())
+        return next((problem for problem in found if problem), None)
+    expected = origin or kind
+    fits = isinstance(value, (int, float) if expected is float else expected)
+    if fits and (expected is bool or not isinstance(value, bool)):
+        return None
+    return f"{where or 'the file'} is a {type(value).__name__}; expected {getattr(expected, '__name__', expected)}"
+
+
+def _record_mismatch(value: Any, kind: Any, where: str) -> str | None:
+    if not isinstance(value, dict):
+        return f"{where or 'the file'} is a {type(value).__name__}; expected an object"
+    missing = sorted(kind.__required_keys__ - value.keys())
+    if missing:
+        return f"{where + '.' if where else ''}{missing[0]} is missing"
+    hints = get_type_hints(kind)  # without NotRequired around them
+    found = (
+        mismatch(value[key], hint, f"{where}.{key}" if where else key) for key, hint in hints.items() if key in value
+    )
+    return next((problem for problem in found if problem), None)
