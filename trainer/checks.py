@@ -11,6 +11,8 @@ from trainer.model.isolation import ModelReport
 from trainer.model.loading import check_segments, check_vocabulary
 
 _TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"What of a dataset's `tokenizer/` goes into a model; a dataset may come from anybody, so nothing else does."
 
 
 def check_datasets(dataset: Dataset, eval_dataset: Dataset | None, force: bool) -> None:
@@ -25,6 +27,7 @@ def check_datasets(dataset: Dataset, eval_dataset: Dataset | None, force: bool) 
             raise PackError(f"{each.path}: has no packs; expected some. Build it from a corpus with documents.")
         if not each.index.num_targets.any():
             raise PackError(f"{each.path}: has no targets; expected some. Build it with another `train_on`.")
+    _refuse_links(dataset)
     if force:
         return
     if dataset.packer == "unpacked":
@@ -37,6 +40,20 @@ def check_datasets(dataset: Dataset, eval_dataset: Dataset | None, force: bool) 
             f"`eval` {eval_dataset.path}: its tokenizer differs from the one of {dataset.path} "
             f"({', '.join(differing)}). Build both with the same."
         )
+
+
+def _refuse_links(dataset: Dataset) -> None:
+    """Refuse tokenizer files that are links or worse: what they lead to would be copied into the exported model.
+
+    Raises:
+        PackError: One of them is no regular file.
+    """
+    for path in [dataset.path / "tokenizer", *(dataset.path / "tokenizer" / name for name in TOKENIZER_FILES)]:
+        if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
+            raise PackError(
+                f"{path}: is a link or no regular file; expected a file of its own, since it becomes part of the "
+                "model. Copy the file there."
+            )
 
 
 def check_fit(dataset: Dataset, report: ModelReport, config: TrainConfig) -> list[str]:

@@ -73,7 +73,9 @@ def train(config: TrainConfig) -> TrainResult:
             optimize(run)
             run.checkpoints.close()
             figures = {"steps": run.step, "loss": run.loss, "eval loss": run.eval_loss}
-            model_dir = export(run.model, Path(config.out), run.dataset, run.card_config, world, figures)
+            model_dir, notes = export(run.model, Path(config.out), run.dataset, run.card_config, world, figures)
+            for note in notes:
+                run.metrics.say(note)
             return TrainResult(run.step, run.loss, run.eval_loss, model_dir, world.is_main)
     finally:
         distributed.stop(world)

@@ -51,6 +51,8 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks by the old name
+            # the export gives tied weights of which one has adapters a copy each before it merges
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True` and a tied layer is part")
             # adapters in fp32 beside a bf16 base, like the fp32 weights of a full run
             return get_peft_model(model, settings, autocast_adapter_dtype=config.dtype != "bf16-pure")
     except ValueError as error:
