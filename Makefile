@@ -27,8 +27,9 @@ test: .venv/.dev ## Run the tests, the long loops at a reduced count
 test-all: .venv/.dev ## Run every test that this machine can run
 	$(PYTEST) -n $(TEST_WORKERS)
 
-rehearsal: .venv/.dev ## Run the CUDA path without a GPU, against the signatures of the kernels' own wheels
+rehearsal: .venv/.dev ## Run the CUDA path without a GPU, beside the kernels' own packages (downloads 250 MB)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .rehearsal flash-attn-4==4.0.0b36 liger-kernel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .rehearsal/packages liger-kernel triton
 	$(PYTEST) tests/rehearsal
 
 lint: .venv/.dev ## Check style, types and the generated docs
