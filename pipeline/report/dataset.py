@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.formatting import balances, format_reasons, format_share
 from pipeline.packing.cutting import cut
-from pipeline.packing.packers import PACKERS
+from pipeline.packing.packers import PACKERS, histogram_bound
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape
 from pipeline.report.padding import LengthHistogram, compare_feedings
 from pipeline.report.records import (
@@ -71,7 +71,9 @@ def inspect_dataset(
     manifest, index = dataset.manifest, dataset.index
     totals = manifest["totals"]
     segments = to_histogram(merge_histograms([source["segment_lengths"] for source in manifest["sources"]]))
-    min_packs = sum(source["bound_packs"] for source in manifest["sources"])
+    limit = dataset.plan.get("max_segments")
+    min_packs = sum(fewest_packs(source["segment_lengths"], dataset.seq_len, limit) for source in manifest["sources"])
+    min_packs_of_windows = sum(source["bound_packs"] for source in manifest["sources"])
     steps, left_over = divmod(len(dataset), packs_per_step)
     padded = dataset.packer == "bucketed"
     feedings = compare_feedings(segments, dataset.seq_len, shape, dataset.packer, len(dataset))
@@ -88,7 +90,7 @@ def inspect_dataset(
         "targets": totals["targets"],
         "segments": totals["segments"],
         "packs": totals["packs"],
-        "fill": fill_figures(index.num_tokens, dataset.seq_len, min_packs),
+        "fill": fill_figures(index.num_tokens, dataset.seq_len, min_packs, min_packs_of_windows),
         "lengths": length_figures(dataset),
         "segments_per_pack": segments_per_pack_figures(index.num_segments),
         "cost": cost_figures(index, padded=padded),
@@ -172,13 +174,29 @@ def length_percentiles(histogram: list[list[int]]) -> dict[str, Any]:
     return {"count": count, "mean": rows.slots / count} | figures
 
 
-def fill_figures(num_tokens: np.ndarray, seq_len: int, min_packs: int) -> FillFigures:
+def fewest_packs(histogram: list[list[int]], seq_len: int, max_segments: int | None) -> int:
+    """Return a lower bound on the packs of segments with these lengths, however they were spread over windows.
+
+    Args:
+        histogram: `[lower edge, segments, tokens]`; every segment counts as no longer than its class's lower edge.
+        seq_len: Capacity of a pack, in tokens.
+        max_segments: Maximum number of segments in one pack; None for no limit.
+    """
+    at_edges, tokens = np.zeros(seq_len + 1, np.int64), 0
+    for edge, count, total in histogram:
+        at_edges[edge] += count
+        tokens += total
+    return max(histogram_bound(at_edges, max_segments), -(-tokens // seq_len))
+
+
+def fill_figures(num_tokens: np.ndarray, seq_len: int, min_packs: int, min_packs_of_windows: int) -> FillFigures:
     """Return how full packs are, and how far their number is from the fewest possible.
 
     Args:
         num_tokens: Tokens per pack, int32 (num_packs,).
         seq_len: Capacity of a pack, in tokens.
-        min_packs: A lower bound on packs, summed over windows.
+        min_packs: A lower bound on packs, summed over sources.
+        min_packs_of_windows: The same where every window is packed by itself, as a build does it.
     """
     packs = len(num_tokens)
     edges = np.linspace(0, seq_len, FILL_CLASSES + 1)
@@ -186,6 +204,7 @@ def fill_figures(num_tokens: np.ndarray, seq_len: int, min_packs: int) -> FillFi
     return {
         "rate": float(num_tokens.sum(dtype=np.int64)) / (packs * seq_len) if packs else 0.0,
         "min_packs": min_packs,
+        "min_packs_of_windows": min_packs_of_windows,
         "above_min": packs / min_packs - 1.0 if min_packs else 0.0,
         "histogram": [[float(edge), int(count)] for edge, count in zip(edges[:-1], counts, strict=True) if count],
     }

@@ -32,6 +32,7 @@ class FillFigures(TypedDict):
 
     rate: float
     min_packs: int
+    min_packs_of_windows: int
     above_min: float
     histogram: list[list[float]]
 

@@ -117,12 +117,19 @@ def headline(report: DatasetReport) -> Iterator[list[str]]:
     share = targets["packed"] / tokens["packed"] if tokens["packed"] else 0.0
     yield ["targets", f"{targets['packed']:,} ({format_share(share)} of the tokens)"]
     fewest = f"the fewest possible, {counted(fill['min_packs'], 'pack')}"
-    yield ["fill rate", f"{format_share(fill['rate'])}; {format_share(fill['above_min'])} above {fewest}"]
+    above = f"{format_share(fill['above_min'])} above {fewest}"
+    yield ["fill rate", f"{format_share(fill['rate'])}; {above}{_lost_to_windows(report)}"]
     steps = report["steps"]
     of = f"of {counted(steps['packs_per_step'], 'pack')}"
     yield ["steps per epoch", f"{steps['per_epoch']:,} {of}, {steps['left_over_packs']:,} left over"]
     yield ["on disk", f"{format_bytes(report['disk']['bytes'])} in {counted(report['disk']['shards'], 'shard')}"]
     yield from _built(report["build"], tokens["read"])
+
+
+def _lost_to_windows(report: DatasetReport) -> str:
+    fill, windows = report["fill"], report["disk"]["shards"]
+    lost = fill["min_packs_of_windows"] / fill["min_packs"] - 1.0 if fill["min_packs"] else 0.0
+    return f" ({format_share(lost)} since {counted(windows, 'window')} are packed alone)" if lost > 0.001 else ""
 
 
 def _parts(documents: DocumentSheet) -> str:

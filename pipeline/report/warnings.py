@@ -38,19 +38,32 @@ def check_packing(report: DatasetReport) -> Iterator[str]:
         yield "Packer bucketed puts one segment in a row, which training pads; other packers need no padding."
     elif packer == "unpacked":
         yield "Packer unpacked puts one segment in a row, which pack train refuses. Build with another --packer."
-    elif mean < 1.05 and rate > 0.5:  # emptier packs had nothing to share
+    elif mean < 1.05 and rate > 0.5 and _excess_of_packer(report) <= 0.01:  # emptier packs had nothing to share
         yield (
             f"Packing had little effect: {mean:.2f} segments a pack, since documents are about as long as seq_len. "
             "A larger --seq-len would share packs and cut fewer documents."
         )
     elif rate < 0.95:
-        above = report["fill"]["above_min"]
-        advice = (
-            f"{format_share(above)} more packs than the minimum; another packer would fill them better."
-            if above > 0.01
-            else "and with these lengths and windows no packer could do better; larger windows or another seq_len may."
+        yield f"Packs are only {format_share(rate)} full{_reason_of_loose_packs(report)} See pack plan."
+
+
+def _excess_of_packer(report: DatasetReport) -> float:
+    return report["packs"] / max(1, report["fill"]["min_packs_of_windows"]) - 1.0
+
+
+def _reason_of_loose_packs(report: DatasetReport) -> str:
+    fill, shards = report["fill"], report["disk"]["shards"]
+    packer = _excess_of_packer(report)
+    windows = fill["min_packs_of_windows"] / max(1, fill["min_packs"]) - 1.0
+    if packer > 0.01:
+        return f": {format_share(packer)} more than the windows need; another --packer would fill them better."
+    if windows > 0.01:
+        tokens = report["tokens"]["packed"] // shards
+        return (
+            f": {counted(shards, 'window')} of {tokens:,} tokens on average are packed one by one, which takes "
+            f"{format_share(windows)} more. Larger --window-bytes, or fewer and larger files, would fill them better."
         )
-        yield f"Packs are only {format_share(rate)} full, {advice} See pack plan."
+    return "; with these lengths no packer could do better, another --seq-len may."
 
 
 def check_losses(report: DatasetReport) -> Iterator[str]:
