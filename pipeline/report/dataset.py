@@ -71,7 +71,7 @@ def inspect_dataset(
     manifest, index = dataset.manifest, dataset.index
     totals = manifest["totals"]
     segments = to_histogram(merge_histograms([source["segment_lengths"] for source in manifest["sources"]]))
-    limit = dataset.plan.get("max_segments")
+    limit = dataset.plan["packer"]["max_segments"]
     min_packs = sum(fewest_packs(source["segment_lengths"], dataset.seq_len, limit) for source in manifest["sources"])
     min_packs_of_windows = sum(source["bound_packs"] for source in manifest["sources"])
     steps, left_over = divmod(len(dataset), packs_per_step)

@@ -6,25 +6,9 @@ Shares are between 0 and 1, lengths in tokens. A histogram is a list of `[lower 
 
 from typing import Any, NotRequired, TypedDict
 
+from shards.counts import DocumentCounts, TokenCounts
+
 Histogram = list[list[int]]
-
-
-class DocumentSheet(TypedDict):
-    """Documents read = packed + dropped."""
-
-    read: int
-    packed: int
-    split: int
-    truncated: int
-    dropped: dict[str, int]
-
-
-class TokenSheet(TypedDict):
-    """Tokens or targets read = packed + lost."""
-
-    read: int
-    packed: int
-    lost: dict[str, int]
 
 
 class FillFigures(TypedDict):
@@ -88,9 +72,9 @@ class SourceFigures(TypedDict):
     """One source's balance sheet."""
 
     name: str
-    documents: DocumentSheet
-    tokens: TokenSheet
-    targets: TokenSheet
+    documents: DocumentCounts
+    tokens: TokenCounts
+    targets: TokenCounts
     segments: int
     packs: int
     share_of_tokens: float
@@ -158,9 +142,9 @@ class DatasetReport(TypedDict):
     dataset_id: str
     plan_id: str
     plan: dict[str, Any]
-    documents: DocumentSheet
-    tokens: TokenSheet
-    targets: TokenSheet
+    documents: DocumentCounts
+    tokens: TokenCounts
+    targets: TokenCounts
     segments: int
     packs: int
     fill: FillFigures

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.formatting import balances, format_bytes, format_count, format_duration, format_reasons, format_share
-from pipeline.report.records import DatasetReport, DocumentSheet
+from pipeline.report.records import DatasetReport
+from shards.counts import DocumentCounts
 from shards.errors import counted
 from shards.text import printable
 
@@ -132,7 +133,7 @@ def _lost_to_windows(report: DatasetReport) -> str:
     return f" ({format_share(lost)} since {counted(windows, 'window')} are packed alone)" if lost > 0.001 else ""
 
 
-def _parts(documents: DocumentSheet) -> str:
+def _parts(documents: DocumentCounts) -> str:
     figures = {"split": documents["split"], "truncated": documents["truncated"]}
     figures["dropped"] = sum(documents["dropped"].values())
     extra = ", ".join(f"{count:,} {key}" for key, count in figures.items() if count)

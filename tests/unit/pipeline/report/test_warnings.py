@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from pipeline.report.dataset import fewest_packs, inspect_dataset
 from shards import Dataset
-from shards.manifest import length_histogram
+from shards.counts import length_histogram
 
 
 def built(tmp_path, tokenizer_dir, words, *flags):
@@ -23,7 +23,7 @@ def built(tmp_path, tokenizer_dir, words, *flags):
 def test_packs_that_small_windows_leave_loose_are_blamed_on_the_windows(tmp_path, tokenizer_dir):
     dataset = built(tmp_path, tokenizer_dir, [10] * 80, "--window-bytes", "220")
     report = inspect_dataset(dataset)
-    windows, tokens = len(dataset.manifest["shards"]), int(dataset.index.num_tokens.sum())
+    windows, tokens = len(dataset.shards), int(dataset.index.num_tokens.sum())
     assert windows > 15
     assert report["fill"]["min_packs"] == -(-tokens // 256) < 0.8 * report["packs"]
     assert report["fill"]["min_packs_of_windows"] == report["packs"]
