@@ -63,7 +63,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
         if seen == len(starts):
             break
         source = sources[task.source]
-        reader = WindowReader(source, task.slices, on_error="skip", payload=task.payload)
+        reader = WindowReader(source, task.slices, on_error="skip", payloads=task.payloads)
         tokens, _ = read_documents(reader, makers[task.source], task.window, Stages(), lambda *_: None)
         packs = range(starts[task.window], starts[task.window + 1])
         for where, what in _window_problems(dataset, packs, tokens, source, plan):

@@ -30,8 +30,8 @@ from pipeline.documents.make import check_options, with_trained_template
 from pipeline.documents.tokenizer import load_spec, spec_from_files
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import check_unchanged, resolve_sources
-from pipeline.sources.streams import stream_parts
-from pipeline.sources.windows import Slice, Source, Window, cut_windows, enumerate_streams
+from pipeline.sources.streams import stream_windows
+from pipeline.sources.windows import Slice, Source, Window, cut_windows, enumerate_streams, streamed_files
 from shards.errors import FormatError, PackError, counted
 from shards.manifest import commit
 from shards.plan import Plan, TokenizerPlan, make_plan, make_source, plan_id
@@ -263,10 +263,10 @@ class _Stream:
         self.files = enumerate_streams(sources)
 
     def __iter__(self) -> Iterator[Task]:
-        for source, file in self.files:
-            for slice_, payload in stream_parts(self.sources[source], file, self.part_bytes):
+        for number, source in enumerate(self.sources):
+            for slices, payloads in stream_windows(source, streamed_files(source), self.part_bytes):
                 self.next_window += 1
-                yield Task(self.next_window - 1, source, (slice_,), payload)
+                yield Task(self.next_window - 1, number, slices, payloads)
 
 
 def _committed(store: Store, job: Job, task: Task) -> Sidecar | None:
@@ -277,7 +277,7 @@ def _committed(store: Store, job: Job, task: Task) -> Sidecar | None:
         return None  # damaged: build it again
     if sidecar is None or sidecar["plan_id"] != job.plan_id:
         return None
-    if task.payload is not None and sidecar["input_xxh3"] != xxhash.xxh3_128_hexdigest(task.payload):
+    if task.payloads is not None and sidecar["input_xxh3"] != xxhash.xxh3_128_hexdigest(b"".join(task.payloads)):
         return None
     return sidecar if store.size(sidecar["shard"]["file"]) == sidecar["shard"]["bytes"] else None
 

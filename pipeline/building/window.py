@@ -41,8 +41,8 @@ class Task:
     window: int
     source: int
     slices: tuple[Slice, ...]
-    payload: bytes | None = None
-    "Raw JSONL bytes, where the driver read them (compressed files, stdin, streams)."
+    payloads: tuple[bytes, ...] | None = None
+    "Raw JSONL bytes of each slice, where the driver read them (compressed files, stdin, streams)."
 
     def describe(self, sources: list[Source]) -> str:
         """Return where in the corpus this window lies, for messages."""
@@ -80,7 +80,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         What the driver keeps count of: window, counts, raw_bytes, busy_s.
     """
     source = job.sources[task.source]
-    reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
+    reader = WindowReader(source, task.slices, on_error=job.on_error, payloads=task.payloads)
     encoder = maker.encoder
     trusted = not encoder.guard_failed
     encoder.spelled.take()
@@ -88,7 +88,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
     documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
     if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
         encoder.spelled.take()
-        reader = WindowReader(source, task.slices, on_error=job.on_error, payload=task.payload)
+        reader = WindowReader(source, task.slices, on_error=job.on_error, payloads=task.payloads)
         documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
     layout = layout_of(job.plan)
     if len(documents.input_ids) > MANY_TOKENS:

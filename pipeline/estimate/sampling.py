@@ -17,7 +17,7 @@ from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import Rejected, WindowReader
-from pipeline.sources.streams import stream_parts
+from pipeline.sources.streams import stream_windows
 from pipeline.sources.windows import Slice, Source, cut_windows, enumerate_streams
 from pipeline.tokens import Documents
 from shards.errors import PackError
@@ -88,8 +88,8 @@ def _readers(source: Source, place: tuple[Slice, ...] | int) -> Iterator[WindowR
     if isinstance(place, tuple):
         yield WindowReader(source, place, on_error="skip")
     else:
-        for piece, payload in stream_parts(source, place, CHUNK_BYTES):
-            yield WindowReader(source, (piece,), on_error="skip", payload=payload)
+        for slices, payloads in stream_windows(source, (place,), CHUNK_BYTES):
+            yield WindowReader(source, slices, on_error="skip", payloads=payloads)
 
 
 def sample_documents(

@@ -138,7 +138,7 @@ def _expand(argument: str, options: RecordOptions, skipped: dict[str, int]) -> l
     if argument == "-":
         return [SourceFile("stdin", "-", None, options.format or "jsonl", None, "")]
     if argument.startswith("hf:"):
-        return [_file(name, location, "arrow") for name, location in hub_files(argument)]
+        return [_file(name, location, options, "arrow") for name, location in hub_files(argument)]
     if is_url(argument):
         return _expand_url(argument, options, skipped)
     if MAGIC_CHARACTERS.search(argument) and not os.path.exists(argument):
@@ -165,7 +165,7 @@ def _expand_directory(path: str, root: str, options: RecordOptions, skipped: dic
     """Return what a directory holds: a saved dataset, or the files of known formats below it."""
     saved = saved_files(path)
     if saved is not None:
-        return [_file(os.path.relpath(location, root), location, "arrow") for location in saved]
+        return [_file(os.path.relpath(location, root), location, options, "arrow") for location in saved]
     found = [os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names]
     return _choose([(location, os.path.relpath(location, root)) for location in found], options, skipped)
 
@@ -227,10 +227,10 @@ def _local(location: str, name: str, options: RecordOptions) -> SourceFile:
         )
     if kind not in FORMATS:
         raise SourceError(f"--format: {kind!r}; expected one of {', '.join(FORMATS)}.")
-    return _file(name, location, kind, compression)
+    return _file(name, location, options, kind, compression)
 
 
-def _file(name: str, location: str, kind: str, compression: str | None = None) -> SourceFile:
+def _file(name: str, location: str, options: RecordOptions, kind: str, compression: str | None = None) -> SourceFile:
     """Look at one file: size, fingerprint, encoding, and the units in which it can be cut."""
     location = location if is_url(location) else os.path.abspath(location)
     name = name.replace(os.sep, "/")
@@ -241,7 +241,9 @@ def _file(name: str, location: str, kind: str, compression: str | None = None) -
         refuse_foreign(head, name)
         if kind == "json" and is_lines(head):
             kind = "jsonl"  # so named on the hub, and it can be cut
-    units: tuple[int, ...] = ()
-    if size and compression is None and kind in ("parquet", "arrow"):
-        units = parquet_units(location, name) if kind == "parquet" else arrow_units(location, name)
-    return SourceFile(name, location, size, kind, compression, fingerprint(location), units)
+    units, read_bytes = tuple[int, ...](), None
+    if size and compression is None and kind == "parquet":
+        units, read_bytes = parquet_units(location, name, options)
+    elif size and compression is None and kind == "arrow" and not is_url(location):
+        units, read_bytes = arrow_units(location, name, options)
+    return SourceFile(name, location, size, kind, compression, fingerprint(location), units, read_bytes)

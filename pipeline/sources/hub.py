@@ -10,7 +10,7 @@ from shlex import quote
 import orjson
 
 from pipeline.sources.files import open_source
-from pipeline.sources.tables import arrow_units
+from pipeline.sources.tables import arrow_batches
 from shards.errors import SourceError, reason_of
 from shards.quiet import quiet
 
@@ -64,7 +64,7 @@ def hub_files(argument: str) -> list[tuple[str, str]]:
             faults.append(error)
             continue
         files = [entry["filename"] for entry in dataset.cache_files]
-        if sum(sum(arrow_units(file, name)) for file in files) != len(dataset):
+        if sum(batch.num_rows for file in files for batch in arrow_batches(file)) != len(dataset):
             raise SourceError(f"{argument}: is a part of its files; expected a whole split. Use save_to_disk first.")
         return [(f"{name}:{split}/{os.path.basename(file)}", file) for file in files]
     raise SourceError(

@@ -87,20 +87,25 @@ class WindowReader:
         source: The source that the slices belong to.
         slices: What to read, in order.
         on_error: fail (the first bad record raises) or skip.
-        payload: The raw JSONL bytes of the only slice, where the driver has read them.
+        payloads: The raw JSONL bytes of each slice, where the driver has read them.
 
     Iterating raises `SourceError` for a file that cannot be read or that changed, and with "fail" for a bad record.
     """
 
     def __init__(
-        self, source: Source, slices: Sequence[Slice], *, on_error: str = "fail", payload: bytes | None = None
+        self,
+        source: Source,
+        slices: Sequence[Slice],
+        *,
+        on_error: str = "fail",
+        payloads: Sequence[bytes] | None = None,
     ) -> None:
         self.source, self.on_error = source, on_error
         self.num_records = 0
         self.raw_bytes = 0
         self.rejected: list[Rejected] = []
         self.spans: list[SliceRange] = []
-        self._slices, self._payload = slices, payload
+        self._slices, self._payloads = slices, payloads
         self._kept_chars = 0
         self.spent: Callable[[str, float], None] = lambda stage, seconds: None
         "Told the seconds of parsing and hashing, which are part of iterating."
@@ -115,9 +120,14 @@ class WindowReader:
     def __iter__(self) -> Iterator[RecordBatch]:
         waiting: list[_Chunk] = []
         size = 0
-        for slice_ in self._slices:
+        for number, slice_ in enumerate(self._slices):
             first = self.num_records
-            for chunk in self._chunks(self.source.files[slice_.file], slice_):
+            file = self.source.files[slice_.file]
+            if self._payloads is None:
+                chunks = self._chunks(file, slice_)
+            else:
+                chunks = self._payload_chunks(file, slice_, self._payloads[number])
+            for chunk in chunks:
                 if waiting and waiting[0].parser is not chunk.parser:
                     yield self._batch(waiting)
                     waiting, size = [], 0
@@ -179,11 +189,6 @@ class WindowReader:
 
     def _chunks(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
         options = self.source.options
-        if self._payload is not None:
-            unit = "line" if file.format == "jsonl" else "record"
-            for data, before in _cut(self._payload):
-                yield self._lines(data, lambda: (unit, slice_.start + before), file, json_parser(options))  # noqa: B023
-            return
         with reaching(file.location, file.name):
             stamp = self._stamp(file)
             if file.format in ("parquet", "arrow"):
@@ -197,6 +202,12 @@ class WindowReader:
                 yield from self._byte_range(file, slice_)
             if self._stamp(file) != stamp:
                 raise changed(file.name)
+
+    def _payload_chunks(self, file: SourceFile, slice_: Slice, payload: bytes) -> Iterator[_Chunk]:
+        """Cut lines that the driver has read."""
+        unit = "line" if file.format == "jsonl" else "record"
+        for data, before in _cut(payload):
+            yield self._lines(data, lambda: (unit, slice_.start + before), file, json_parser(self.source.options))  # noqa: B023
 
     def _stamp(self, file: SourceFile) -> tuple[int, int] | None:
         """Return what differs when a local file is written to."""
@@ -274,7 +285,7 @@ class WindowReader:
         options = self.source.options
         parser = value_parser(options)
         with reading_as(file.format.capitalize(), file.name):
-            for batch, row, size in table_batches(file, slice_, options.text_field if options.kind == "text" else None):
+            for batch, row, size in table_batches(file, slice_, options):
                 raws = column_values(batch.column(0)) if options.kind == "text" else batch.to_pylist()
                 self._note(canonical_json(raws))
                 yield _Chunk(raws, size, parser, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]

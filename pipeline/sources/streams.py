@@ -1,4 +1,4 @@
-"""Files that cannot be cut without reading them, cut while reading into JSONL parts of a fixed size.
+"""Files that cannot be cut without reading them, cut while reading into JSONL windows of a fixed size.
 
 Compressed JSONL and stdin pass through as they are; JSON arrays, CSV and compressed text and tables are written again
 as one JSON object per line. A row that cannot be written so becomes `{FAULT: reason}`, which the reader rejects: the
@@ -11,7 +11,7 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import orjson
 
@@ -25,31 +25,54 @@ CHUNK_BYTES = 1 << 20
 MAX_ELEMENT_CHARS = 1 << 28  # a JSON value that is not complete by then is taken for broken
 
 
-def stream_parts(source: Source, file: int, part_bytes: int) -> Iterator[tuple[Slice, bytes]]:
-    """Cut a streamed file into parts at line ends, each the shortest of at least `part_bytes` (the last: what is left).
+class StreamedWindow(NamedTuple):
+    """What a window of streamed files holds."""
 
-    Yields:
-        The lines of the file that the part holds (counted from 0), and its raw JSONL bytes.
+    slices: tuple[Slice, ...]
+    "The lines of each file, counted from 0 in what the file gives as JSONL."
+    payloads: tuple[bytes, ...]
+    "The raw JSONL bytes of each slice."
+
+
+def stream_windows(source: Source, files: Iterable[int], window_bytes: int) -> Iterator[StreamedWindow]:
+    """Read streamed files one after another, and cut them at line ends as if they were one.
+
+    Small files share a window, a large one gives several. Each window is the shortest of at least `window_bytes`
+    (the last: what is left), so that windows follow from the files and that size alone.
+
+        files of 3, 3 and 9 lines of a byte each, windows of 4 bytes: [3 + 1], [2 + 2], [4], [3]
 
     Raises:
-        SourceError: The file cannot be read, decompressed or framed.
+        SourceError: A file cannot be read, decompressed or framed.
     """
-    entry = source.files[file]
-    buffer, line, searched = bytearray(), 0, 0
-    for chunk in _chunks(entry, source):
-        buffer += chunk
-        while len(buffer) >= part_bytes:
-            end = buffer.find(b"\n", max(part_bytes - 1, searched)) + 1
-            if not end:
-                searched = len(buffer)
-                break
-            part = bytes(memoryview(buffer)[:end])
-            del buffer[:end]
-            count, searched = part.count(b"\n"), 0
-            yield Slice(file, line, line + count), part
-            line += count
-    if buffer:
-        yield Slice(file, line, line + buffer.count(b"\n") + (not buffer.endswith(b"\n"))), bytes(buffer)
+    slices: list[Slice] = []
+    payloads: list[bytes] = []
+    room = window_bytes
+    for file in files:
+        buffer, line, searched = bytearray(), 0, 0
+        for chunk in _chunks(source.files[file], source):
+            buffer += chunk
+            while len(buffer) >= room:
+                end = buffer.find(b"\n", max(room - 1, searched)) + 1
+                if not end:
+                    searched = len(buffer)
+                    break
+                payloads.append(bytes(memoryview(buffer)[:end]))
+                del buffer[:end]
+                count, searched = payloads[-1].count(b"\n"), 0
+                slices.append(Slice(file, line, line + count))
+                yield StreamedWindow(tuple(slices), tuple(payloads))
+                slices, payloads, room = [], [], window_bytes
+                line += count
+        if buffer:
+            slices.append(Slice(file, line, line + buffer.count(b"\n") + (not buffer.endswith(b"\n"))))
+            payloads.append(bytes(buffer))
+            room -= len(buffer)
+            if room <= 0:
+                yield StreamedWindow(tuple(slices), tuple(payloads))
+                slices, payloads, room = [], [], window_bytes
+    if slices:
+        yield StreamedWindow(tuple(slices), tuple(payloads))
 
 
 def _chunks(file: SourceFile, source: Source) -> Iterator[bytes]:

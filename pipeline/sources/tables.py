@@ -6,10 +6,11 @@ is validated before it is looked into: Arrow trusts the offsets in a file, and a
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
+from pipeline.config import RecordOptions
 from pipeline.sources.files import BATCH_BYTES, is_url, open_source
 from pipeline.sources.parsing import fields_of, usual_flags
 from pipeline.sources.windows import Slice, SourceFile
@@ -17,31 +18,65 @@ from shards.errors import SourceError, reason_of
 
 CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
 STREAM_END = CONTINUES + bytes(4)
+SAMPLED_ROWS = 64  # of a Parquet file, to know what share of it the columns are that are read
 
 
-def parquet_units(location: str, name: str) -> tuple[int, ...]:
-    """Return the uncompressed bytes of each row group.
+class TableUnits(NamedTuple):
+    """The units in which a table can be cut, from its metadata."""
+
+    sizes: tuple[int, ...]
+    "Parquet: bytes of each row group; Arrow: rows of each record batch."
+    read_bytes: int
+    "Uncompressed bytes of the columns that are read, in the whole file."
+
+
+def parquet_units(location: str, name: str, options: RecordOptions) -> TableUnits:
+    """Return the row groups of a Parquet file, by the uncompressed bytes of the columns that are read.
+
+    Where only some columns are read, the first rows tell their share: the metadata of single columns would tell it
+    exactly, but a damaged one ends the process inside pyarrow.
 
     Raises:
-        SourceError: The file is not Parquet.
+        SourceError: The file is not Parquet, or lacks the column of the text.
     """
     import pyarrow.parquet as pq
 
     with reading_as("Parquet", name), open_source(location) as stream:
-        metadata = pq.ParquetFile(stream).metadata
-        return tuple(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+        table = pq.ParquetFile(stream, buffer_size=1 << 20)  # reads pages, not the whole column of a row group
+        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+        read, share, whole = columns_read(table.schema_arrow, name, options), 1, 1
+        first = next(table.iter_batches(SAMPLED_ROWS), None) if len(read) < len(table.schema_arrow) else None
+        if first is not None and first.nbytes:
+            share, whole = sum(first.column(top).nbytes for top in read), first.nbytes
+        sizes = tuple(max(group.total_byte_size * share // whole, min(group.num_rows, 1)) for group in groups)
+    return TableUnits(sizes, sum(sizes))
 
 
-def arrow_units(location: str, name: str) -> tuple[int, ...]:
-    """Return the rows of each record batch of a local Arrow file; nothing for a URL.
+def arrow_units(location: str, name: str, options: RecordOptions) -> TableUnits:
+    """Return the record batches of a local Arrow file, and the bytes of the columns that are read.
 
     Raises:
-        SourceError: The file is not Arrow.
+        SourceError: The file is not Arrow, or lacks the column of the text.
     """
-    if is_url(location):
-        return ()
+    rows, size = [], 0
     with reading_as("Arrow", name):
-        return tuple(batch.num_rows for batch in arrow_batches(location))
+        for batch in arrow_batches(location):
+            rows.append(batch.num_rows)
+            read = columns_read(batch.schema, name, options)
+            size += sum(batch.column(top).get_total_buffer_size() for top in read)
+    return TableUnits(tuple(rows), max(size, sum(rows)))  # a column of nulls takes no byte
+
+
+def columns_read(schema: Any, name: str, options: RecordOptions) -> list[str]:
+    """Return the top-level columns that records of these options are made of: the column of the text, or all.
+
+    Raises:
+        SourceError: Two columns have one name, or there is no column of the text.
+    """
+    names: list[str] = schema.names
+    if twice := next((column for column in names if names.count(column) > 1), None):
+        raise SourceError(f"{name}: has two columns {twice!r}; expected one of a name. Rename one.")
+    return [text_column(schema, name, options.text_field)] if options.kind == "text" else names
 
 
 def arrow_batches(location: str) -> Iterator[Any]:
@@ -82,17 +117,18 @@ def reading_as(kind: str, name: str) -> Iterator[None]:
         raise SourceError(f"{name}: cannot be read as {kind} ({reason_of(error)}). Write the file again.") from None
 
 
-def table_batches(file: SourceFile, slice_: Slice, text_field: str | None) -> Iterator[tuple[Any, int, int]]:
+def table_batches(file: SourceFile, slice_: Slice, options: RecordOptions) -> Iterator[tuple[Any, int, int]]:
     """Yield record batches of about BATCH_BYTES, the first row of each, and its share of the file's bytes."""
     if file.format == "arrow":
         total = max(sum(file.units), 1)
-        step = max(1, BATCH_BYTES * total // max(file.bytes or 1, 1))
+        step = max(1, BATCH_BYTES * total // max(file.read_bytes or 1, 1))
         row = 0
         for batch in arrow_batches(file.location):
             if row >= slice_.stop:
                 break
             for start in range(max(slice_.start, row), min(slice_.stop, row + batch.num_rows), step):
-                part = _select(batch.slice(start - row, min(step, slice_.stop - start)), file.name, text_field)
+                part = batch.slice(start - row, min(step, slice_.stop - start))
+                part = part.select(columns_read(part.schema, file.name, options))
                 part.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
                 yield part, start, (file.bytes or 0) * part.num_rows // total
             row += batch.num_rows
@@ -103,13 +139,13 @@ def table_batches(file: SourceFile, slice_: Slice, text_field: str | None) -> It
         table = pq.ParquetFile(stream)
         groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
         row = sum(group.num_rows for group in groups[: slice_.start])
+        columns = columns_read(table.schema_arrow, file.name, options)
         for number in range(slice_.start, slice_.stop):
             group = groups[number]
-            step = max(1, min(1 << 16, BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
-            column = None if text_field is None else [text_column(table.schema_arrow, file.name, text_field)]
-            for batch in table.iter_batches(step, row_groups=[number], columns=column):
+            step = max(1, min(1 << 16, BATCH_BYTES * group.num_rows // max(file.units[number], 1)))
+            for batch in table.iter_batches(step, row_groups=[number], columns=columns):
                 weight = (file.bytes or 0) * batch.num_rows // max(table.metadata.num_rows, 1)
-                yield _select(batch, file.name, text_field), row, weight
+                yield batch, row, weight
                 row += batch.num_rows
 
 
@@ -122,10 +158,6 @@ def text_column(schema: Any, name: str, text_field: str) -> str:
     raise SourceError(
         f"{name}: no column {text_field!r}, {fields_of(schema.names)}; expected the text there. See {flags}."
     )
-
-
-def _select(batch: Any, name: str, text_field: str | None) -> Any:
-    return batch if text_field is None else batch.select([text_column(batch.schema, name, text_field)])
 
 
 def column_values(column: Any) -> list[Any]:

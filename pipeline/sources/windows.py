@@ -31,7 +31,9 @@ class SourceFile:
     fingerprint: str
     "Cheap content fingerprint; empty for stdin."
     units: tuple[int, ...] = field(default=(), repr=False)
-    "Parquet: uncompressed bytes of each row group. Arrow: number of rows of each record batch."
+    "Parquet: bytes of each row group (of the columns that are read). Arrow: number of rows of each record batch."
+    read_bytes: int | None = field(default=None, repr=False)
+    "Parquet and Arrow: uncompressed bytes of the columns that are read."
 
     def as_plan(self) -> FilePlan:
         """Return the JSON-able part that identifies the file."""
@@ -80,7 +82,7 @@ def default_window_bytes(sources: Iterable[Source]) -> int:
 def cut_windows(sources: list[Source], window_bytes: int | None = None) -> tuple[list[Window], int]:
     """Cut every source into windows of equal size, at most `window_bytes` where its units allow.
 
-    Streamed files are left out (see `enumerate_streams`). A pure function of names, sizes and metadata.
+    Streamed files are left out (see `streams.stream_windows`). A pure function of names, sizes and metadata.
 
     Returns:
         The windows in plan order, and the size in bytes at which streamed files are cut.
@@ -88,7 +90,7 @@ def cut_windows(sources: list[Source], window_bytes: int | None = None) -> tuple
     limit = window_bytes or default_window_bytes(sources)
     windows = []
     for number, source in enumerate(sources):
-        files = [(index, file) for index, file in enumerate(source.files) if not is_streamed(file, source.options)]
+        files = [(index, file) for index, file in enumerate(source.files) if not is_streamed(file)]
         total = sum(_weight(file) or 0 for _, file in files)
         count = max(1, -(-total // limit))
         bounds = [total * index // count for index in range(count + 1)]
@@ -102,26 +104,26 @@ def cut_windows(sources: list[Source], window_bytes: int | None = None) -> tuple
     return windows, limit
 
 
-def is_streamed(file: SourceFile, options: RecordOptions) -> bool:  # noqa: ARG001
+def is_streamed(file: SourceFile) -> bool:
     """Whether a file cannot be cut without reading it."""
     if file.compression is not None or file.location == "-" or file.format in ("json", "csv", "tsv"):
         return True
     return file.format == "arrow" and is_url(file.location)  # the form that `datasets` writes has no index
 
 
+def streamed_files(source: Source) -> list[int]:
+    """Return the index of every streamed file, in plan order."""
+    return [index for index, file in enumerate(source.files) if is_streamed(file)]
+
+
 def enumerate_streams(sources: list[Source]) -> list[tuple[int, int]]:
     """Return (source, file) of every streamed file, in plan order."""
-    return [
-        (number, index)
-        for number, source in enumerate(sources)
-        for index, file in enumerate(source.files)
-        if is_streamed(file, source.options)
-    ]
+    return [(number, file) for number, source in enumerate(sources) for file in streamed_files(source)]
 
 
 def _weight(file: SourceFile) -> int | None:
-    """Return the bytes by which a file counts: uncompressed ones for Parquet."""
-    return sum(file.units) if file.format == "parquet" else file.bytes
+    """Return the bytes by which a file counts: those of the columns that are read for tables, all of it for others."""
+    return file.bytes if file.read_bytes is None else file.read_bytes
 
 
 def _slices(

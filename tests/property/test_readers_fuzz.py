@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pipeline.config import RecordOptions
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import WindowReader
-from pipeline.sources.streams import stream_parts
-from pipeline.sources.windows import cut_windows, enumerate_streams
+from pipeline.sources.streams import stream_windows
+from pipeline.sources.windows import cut_windows, streamed_files
 from shards.errors import PackError
 
 TEXTS = ["plain", "é 한국어 👍", 'quote " and \\ slash', "", "two\nlines", "x" * 300, "tab\t\x00nul"]
@@ -63,9 +63,9 @@ def read_all(path: Path, on_error: str) -> tuple[int, int, int]:
     sources = resolve_sources([str(path)], RecordOptions())
     windows, _ = cut_windows(sources, 200)
     readers = [WindowReader(sources[window.source], window.slices, on_error=on_error) for window in windows]
-    for source, file in enumerate_streams(sources):
-        for piece, payload in stream_parts(sources[source], file, 200):
-            readers.append(WindowReader(sources[source], (piece,), on_error=on_error, payload=payload))
+    for source in sources:
+        for slices, payloads in stream_windows(source, streamed_files(source), 200):
+            readers.append(WindowReader(source, slices, on_error=on_error, payloads=payloads))
     read = given = rejected = 0
     for reader in readers:
         for batch in reader:

@@ -22,7 +22,7 @@ from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
 from pipeline.packing.rows import assemble_rows
 from pipeline.sources.discovery import resolve_sources
-from pipeline.sources.streams import stream_parts
+from pipeline.sources.streams import stream_windows
 from pipeline.tokens import Documents
 from shards import Dataset, PackError, verify
 from shards.order import StepOrder
@@ -185,7 +185,7 @@ def test_the_first_part_of_a_stream_is_there_after_a_bounded_look_ahead(monkeypa
     stream = CountingInput(line * (20 * (1 << 20) // len(line)))
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(stream))
     (source,) = resolve_sources(["-"], RecordOptions())
-    _, part = next(stream_parts(source, 0, 1 << 16))
+    _, (part,) = next(stream_windows(source, [0], 1 << 16))
     assert 1 << 16 <= len(part) < (1 << 16) + len(line)
     assert stream.taken <= 2 << 20
 

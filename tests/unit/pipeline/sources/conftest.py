@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.sources.reader import WindowReader
-from pipeline.sources.streams import stream_parts
-from pipeline.sources.windows import Source, cut_windows, enumerate_streams
+from pipeline.sources.streams import stream_windows
+from pipeline.sources.windows import Source, cut_windows, streamed_files
 
 Read = Callable[..., list]
 
@@ -19,9 +19,9 @@ def read_all() -> Read:
     def read(sources: list[Source], window_bytes: int | None = None, on_error: str = "fail") -> list:
         windows, part_bytes = cut_windows(sources, window_bytes)
         readers = [WindowReader(sources[window.source], window.slices, on_error=on_error) for window in windows]
-        for number, file in enumerate_streams(sources):
-            for slice_, data in stream_parts(sources[number], file, part_bytes):
-                readers.append(WindowReader(sources[number], (slice_,), payload=data, on_error=on_error))
+        for source in sources:
+            for slices, payloads in stream_windows(source, streamed_files(source), part_bytes):
+                readers.append(WindowReader(source, slices, payloads=payloads, on_error=on_error))
         return [value for reader in readers for batch in reader for value in batch.values]
 
     return read

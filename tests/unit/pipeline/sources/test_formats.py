@@ -17,7 +17,7 @@ import zstandard
 from pipeline.config import RecordOptions
 from pipeline.sources.discovery import check_unchanged, resolve_sources
 from pipeline.sources.parsing import BadRecord, parse_object
-from pipeline.sources.streams import stream_parts
+from pipeline.sources.streams import stream_windows
 from pipeline.sources.windows import cut_windows
 from shards.errors import SourceError
 
@@ -177,7 +177,7 @@ def test_rows_that_do_not_fit_their_header_are_bad_records(tmp_path, read_all):
 def test_a_csv_row_that_does_not_fit_is_kept_with_its_reason(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"n,text\n1,2,y\n")
     [source] = resolve_sources([str(tmp_path / "a.csv")], OPTIONS)
-    [(_, payload)] = stream_parts(source, 0, 100)
+    [(_, (payload,))] = stream_windows(source, [0], 100)
     with pytest.raises(BadRecord, match=r"^3 fields where the header has 2$"):
         parse_object(payload)
     [(_, row)] = json.loads(payload).values()
