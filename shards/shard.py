@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from shards.errors import FormatError
 from shards.schema import TOKEN_COLUMNS
-from shards.tables.mapped import RESTORE, check_size
+from shards.tables.mapped import RESTORE, check_size, column_names
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Shard:
             raise FormatError(f"{path}: is not a readable Arrow stream (rule F4). {RESTORE}", "F4") from error
         if schema is not None and not self.schema.equals(schema, check_metadata=True):
             raise FormatError(
-                f"{path}: has columns {self.schema.names} of other types or metadata than the plan fixes (rule F6). "
-                f"{RESTORE}",
+                f"{path}: has columns {column_names(self.schema)} of other types or metadata than the plan fixes "
+                f"(rule F6). {RESTORE}",
                 "F6",
             )
         self.starts: list[int] = list(accumulate((batch.num_rows for batch in self._arrow), initial=0))

@@ -110,8 +110,8 @@ def view_table(
     rows = [batch.num_rows for batch in batches]
     if not found.equals(schema) or rows != [entry["rows"]]:
         raise FormatError(
-            f"{where}: has batches of {rows} rows with columns {found.names}; expected one of {entry['rows']:,} with "
-            f"{schema.names} (rule {rule}). {RESTORE}",
+            f"{where}: has batches of {rows} rows with columns {column_names(found)}; expected one of "
+            f"{entry['rows']:,} with {schema.names} (rule {rule}). {RESTORE}",
             rule,
         )
     return {field.name: _column(batches[0].column(field.name), buffer, where, rule) for field in schema}
@@ -132,6 +132,14 @@ def _column(array: pa.Array, whole: pa.Buffer, where: str, rule: str) -> np.ndar
         raise FormatError(f"{where}: has a column with nulls or of a wrong size (rule {rule}). {RESTORE}", rule)
     flat: np.ndarray = np.frombuffer(values, kind, len(array) * (width if binary else 1))
     return flat.reshape(len(array), width) if binary else flat
+
+
+def column_names(schema: pa.Schema) -> list[str]:
+    """Return the names of a schema's columns, for messages: those of a damaged file may be no text."""
+    try:
+        return list(schema.names)
+    except UnicodeDecodeError:
+        return ["(unreadable)"]
 
 
 def check_size(path: Path, expected_bytes: int, rule: str = "F3") -> None:
