@@ -138,7 +138,8 @@ class HostBuffers:
         }
         if device.type == "cuda":
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.copied.record()
+            # on the stream that copies: the current device may be another one
+            self.copied.record(torch.cuda.current_stream(device))
         ids, positions = _widen(moved["input_ids"]), _widen(moved["position_ids"])
         labels = torch.full_like(ids, IGNORED)
         torch.where(moved["loss_mask"][1:].bool(), ids[1:], labels[-1], out=labels[:-1])

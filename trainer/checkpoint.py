@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from shards.errors import PackError, reason_of
-from shards.text import printable
 from trainer.distributed import World
+from trainer.metrics import say
 from trainer.slices import SliceReader, stage, write
 
 VERSION = 2
@@ -259,4 +258,4 @@ def _sync(path: Path) -> None:
 
 def _tell(fault: str) -> None:
     """Say on stderr why a checkpoint is passed over."""
-    print(printable(f"{fault}; this checkpoint is skipped"), file=sys.stderr)
+    say(f"{fault}; this checkpoint is skipped")

@@ -41,21 +41,27 @@ def start(device: str | None) -> World:
     """Join the processes that torchrun started, or run alone.
 
     Args:
-        device: "cuda", "cpu", or None for cuda where there is one.
+        device: "cuda", "cuda:1", "cpu", or None for cuda where there is one.
 
     Raises:
         PackError: cuda is asked for and there is none.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind.startswith("cuda") and not torch.cuda.is_available():
+    family, _, index = kind.partition(":")
+    if family not in ("cuda", "cpu") or (index and not index.isdecimal()):
+        raise PackError(f"`device`: {kind!r}; expected cuda, cuda:N or cpu. Choose one.")
+    if family == "cuda" and not torch.cuda.is_available():
         raise PackError(
-            "`device` cuda: this torch sees no CUDA device; expected one. Use `device` cpu, or install torch for CUDA."
+            f"`device`: {kind!r}, and this torch sees no CUDA device; expected one. Use cpu, or install torch for CUDA."
         )
-    if kind.partition(":")[0] not in ("cuda", "cpu"):
-        raise PackError(f"`device`: {kind!r}; expected cuda or cpu. Choose one.")
     size = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun speaks through these
-    if kind == "cuda":
-        kind = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
+    if index and max(size, dist.get_world_size() if dist.is_initialized() else 1) > 1:
+        raise PackError(
+            f"`device`: {kind!r} is one device for all processes; expected cuda, which gives each its own. "
+            "Leave the number out."
+        )
+    if family == "cuda":
+        kind = f"cuda:{index or int(os.environ.get('LOCAL_RANK', '0'))}"
         torch.cuda.set_device(kind)
     if size == 1 and not dist.is_initialized():
         return World(device=torch.device(kind))

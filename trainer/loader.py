@@ -285,7 +285,7 @@ def feed(
         figures, num_rows = filler.fill(buffers, rows)
         return buffers, figures, num_rows, note
 
-    thread = ThreadPoolExecutor(1, "prefetch")
+    thread = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
     try:
         pending = deque(thread.submit(prepare, filler.buffers(pin=device.type == "cuda")) for _ in range(PREFETCH + 1))
         while (prepared := pending.popleft().result()) is not None:
@@ -295,6 +295,12 @@ def feed(
             yield batch, note
     finally:
         thread.shutdown(cancel_futures=True)
+
+
+def _use_device(device: torch.device) -> None:
+    """Make a device the current one of this thread: each thread has its own, and starts with the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class _Filler:

@@ -19,15 +19,19 @@ from pathlib import Path
 import torch
 
 from shards import PackError
+from shards.lock import Lock
 from trainer import distributed
 from trainer.batch import Batch
 from trainer.config import TrainConfig
+from trainer.distributed import World
 from trainer.evaluate import evaluate
 from trainer.export import export
+from trainer.interrupt import Interrupt
 from trainer.loader import Step
 from trainer.metrics import memory_gib, peak_flops
 from trainer.optimizer import gradient_norm, learning_rate
-from trainer.run import Interrupt, Run, set_up
+from trainer.resume import locked
+from trainer.run import Run, set_up
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class TrainResult:
     steps: int
     "Optimizer steps taken, earlier attempts included."
     loss: float
-    "Mean loss of a target over the last line of metrics."
+    "Mean loss of a target over the steps of the last line of metrics."
     eval_loss: float | None
     "Mean loss of an evaluation target after the last step."
     model_dir: Path
@@ -56,6 +60,8 @@ class LogInterval:
     waited: float = 0.0
     tokens: int = 0
     targets: int = 0
+    divisor: int = 0
+    "What the sum of losses is divided by: targets, or documents where these weigh the same."
     flops: float = 0.0
     straggler: float = 0.0
 
@@ -68,24 +74,30 @@ def train(config: TrainConfig) -> TrainResult:
     """
     world = distributed.start(config.device)
     try:
-        run = set_up(config, world)
-        with closing(run.metrics):
-            optimize(run)
-            run.checkpoints.close()
-            figures = {"steps": run.step, "loss": run.loss, "eval loss": run.eval_loss}
-            model_dir, notes = export(run.model, Path(config.out), run.dataset, run.card_config, world, figures)
-            for note in notes:
-                run.metrics.say(note)
-            return TrainResult(run.step, run.loss, run.eval_loss, model_dir, world.is_main)
+        with locked(Path(config.out), world) as lock:
+            return _train(config, world, lock)
     finally:
         distributed.stop(world)
+
+
+def _train(config: TrainConfig, world: World, lock: Lock | None) -> TrainResult:
+    run = set_up(config, world)
+    run.lock = lock
+    with closing(run.metrics):
+        optimize(run)
+        run.checkpoints.close()
+        figures = {"steps": run.step, "loss": run.loss, "eval loss": run.eval_loss}
+        model_dir, notes = export(run.model, Path(config.out), run.dataset, run.card_config, world, figures)
+        for note in notes:
+            run.metrics.say(note)
+        return TrainResult(run.step, run.loss, run.eval_loss, model_dir, world.is_main)
 
 
 def optimize(run: Run) -> None:
     """Take every step that is left, with everything that happens between steps.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; the step at hand was finished and saved.
+        KeyboardInterrupt: A signal asked for it (`trainer.interrupt`); the step at hand was finished and saved.
     """
     config, interval = run.config, LogInterval(torch.zeros((), device=run.world.device))
     with closing(run.loader.forever()) as batches, profiler(run) as note_step, Interrupt(run.world) as interrupt:
@@ -98,16 +110,17 @@ def optimize(run: Run) -> None:
                 run.due(config.save_every),
                 run.eval_dataset is not None and run.due(config.eval_every),
             )
-            if log_now or save_now or evaluate_now or interrupt.asked or run.world.device.type == "cpu":
+            stop_now = interrupt.asked()
+            if log_now or save_now or evaluate_now or stop_now or run.world.device.type == "cpu":
                 stop_if_not_finite(run)  # reading from a GPU waits for it, so not at every step there
             if log_now:
                 log(run, interval, norm, rate)
                 interval = LogInterval(torch.zeros((), device=run.world.device))
             pause = time.perf_counter()
             is_best = evaluate_now and run_evaluation(run)
-            if save_now or is_best or interrupt.asked:
+            if save_now or is_best or stop_now:
                 save(run, is_best)
-            if interrupt.asked:
+            if stop_now:
                 run.checkpoints.close()
                 raise KeyboardInterrupt
             interval.started += time.perf_counter() - pause  # figures are of training alone
@@ -135,7 +148,7 @@ def take_step(run: Run, batches: Iterator[Batch], interval: LogInterval) -> tupl
                 # processes average their gradients; the divisor counts the targets of all of them
                 loss = run.parallel.module(batch, step.divisor / world.size)
             loss.backward()
-        interval.loss += loss.detach() / world.size
+        interval.loss += loss.detach() * (step.divisor / world.size)  # back to a sum over targets
         interval.flops += run.cost.flops(batch["num_tokens"], batch["attention_pairs"], batch["window_pairs"])
     norm = gradient_norm(run.model.parameters(), config.clip)
     run.bad_step = torch.where((run.bad_step < 0) & ~torch.isfinite(norm), run.step, run.bad_step)
@@ -148,6 +161,7 @@ def take_step(run: Run, batches: Iterator[Batch], interval: LogInterval) -> tupl
     interval.steps += 1
     interval.tokens += step.num_tokens
     interval.targets += step.num_targets
+    interval.divisor += step.divisor
     interval.straggler += step.straggler
     return norm, rate
 
@@ -156,7 +170,7 @@ def log(run: Run, interval: LogInterval, norm: torch.Tensor, rate: float) -> Non
     """Write a line of metrics; waits for the device."""
     loss, flops = distributed.total([interval.loss, interval.flops], run.world)
     elapsed = time.perf_counter() - interval.started
-    run.loss = loss / interval.steps
+    run.loss = loss / interval.divisor
     peak = peak_flops(run.world.device)
     flops_per_s = flops / elapsed / run.world.size
     run.metrics.write(
@@ -200,8 +214,11 @@ def run_evaluation(run: Run) -> bool:
 
 def save(run: Run, is_best: bool = False) -> None:
     """Save a checkpoint of the steps taken so far."""
+    if run.lock is not None:
+        run.lock.check()
     facts = {
         "step": run.step,
+        "num_steps": run.num_steps,
         "loader": run.loader.state_at(run.step),
         "loss": run.loss,
         "best": run.best,

@@ -10,8 +10,11 @@ packed rows really have, 12 x heads x head_dim a pair and layer: the usual full-
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,28 +152,47 @@ class Metrics:
         left = timedelta(seconds=round(line["step_s"] * (self._num_steps - line["step"])))
         text = f"{at}  {left} left  {_describe(line)}"
         if self._live is not None:
-            self._live.update(_one_line(text), refresh=True)
+            with _droppable():
+                self._live.update(_one_line(text), refresh=True)
         else:
             self.say(text)
 
     def say(self, message: str) -> None:
         """Print one line on stderr, above the live line."""
-        message = printable(message)
         if self._live is not None:
-            self._live.console.print(message, markup=False, highlight=False)
+            with _droppable():
+                self._live.console.print(printable(message), markup=False, highlight=False)
         elif self._file is not None:
-            print(message, file=sys.stderr)
+            say(message)
 
     def close(self) -> None:
         """Close every output."""
         if self._live is not None:
-            self._live.stop()
+            with _droppable():
+                self._live.stop()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
         if self._file is not None:
             self._file.close()
+
+
+def say(message: str) -> None:
+    """Print one line on stderr; where nobody reads it any more, it is dropped."""
+    with _droppable():
+        print(printable(message), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _droppable() -> Iterator[None]:
+    """Let progress that cannot be written be lost: a run does not end because its terminal or its log has."""
+    try:
+        yield
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)  # what libraries write later goes there too
+        os.close(nowhere)
 
 
 def last_step(path: Path) -> int:

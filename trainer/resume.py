@@ -5,6 +5,9 @@ A run that is not resumed starts at the default `ResumePoint`, so nothing after 
 
 import json
 import math
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,14 @@ from typing import Any
 import torch
 
 from shards.errors import PackError, counted
+from shards.lock import Lock
+from shards.publish import LocalStore
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
+from trainer.distributed import World
 from trainer.loader import PackLoader
-from trainer.metrics import last_step
+from trainer.metrics import last_step, say
+from trainer.optimizer import learning_rate
 
 FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean
 # no part of what is trained; a change of packs per step is refused by the loader
@@ -33,6 +40,8 @@ class ResumePoint:
     "What to load; None for the weights that the model brings."
     step: int = 0
     "Steps taken."
+    num_steps: int = 0
+    "Steps that the run was to take."
     loss: float = math.nan
     best: float = math.inf
     "Lowest evaluation loss so far."
@@ -71,9 +80,11 @@ class ResumePoint:
         """
         if not self.is_end(num_steps):
             return config, config
+        return replace(config, tensorboard=False, wandb=None, profile=False), self._config_before(config)
+
+    def _config_before(self, config: TrainConfig) -> TrainConfig:
         known = {each.name for each in fields(TrainConfig)} - {"out"}  # the run directory may have moved
-        before = replace(config, **{name: value for name, value in self.settings.items() if name in known})
-        return replace(config, tensorboard=False, wandb=None, profile=False), before
+        return replace(config, **{name: value for name, value in self.settings.items() if name in known})
 
     def notes(self, config: TrainConfig, num_steps: int) -> list[str]:
         """Say where the run goes on, and which of its settings changed.
@@ -92,15 +103,24 @@ class ResumePoint:
             )
         if self.is_end(num_steps):
             return [f"resume: all {counted(self.step, 'step')} are taken already; nothing is left to train"]
-        return [f"resume: goes on after step {self.step:,} of {num_steps:,}", *self._changes(config)]
+        return [f"resume: goes on after step {self.step:,} of {num_steps:,}", *self._changes(config, num_steps)]
 
-    def _changes(self, config: TrainConfig) -> list[str]:
+    def _changes(self, config: TrainConfig, num_steps: int) -> list[str]:
         lines = []
         for name, now in json.loads(json.dumps(config.to_dict())).items():
             before = self.settings.get(name)
             if name not in UNSAID_ON_RESUME and before != now:
                 was, is_now = ("not set" if value is None else value for value in (before, now))
                 lines.append(f"resume: {name} {was} before, {is_now} now")
+        before, now = (
+            learning_rate(self.step, steps, settings)
+            for steps, settings in ((self.num_steps, self._config_before(config)), (num_steps, config))
+        )
+        if not math.isclose(before, now, rel_tol=1e-6):
+            lines.append(
+                f"resume: the next step takes a learning rate of {now:.2e}; it would have been {before:.2e} with the "
+                f"settings of before and their {self.num_steps:,} steps"
+            )
         return lines
 
 
@@ -121,6 +141,7 @@ def find_resume_point(config: TrainConfig, checkpoints: Checkpoints) -> ResumePo
         point = ResumePoint(
             checkpoint=path,
             step=int(facts["step"]),
+            num_steps=int(facts["num_steps"]),
             loss=float(facts["loss"]),
             best=float(facts["best"]),
             eval_loss=None if facts["eval_loss"] is None else float(facts["eval_loss"]),
@@ -159,6 +180,31 @@ def _refuse_lost(out: Path) -> None:
             f"{root}: the checkpoints of this run are gone; expected one to continue from. "
             "Restore one, or choose another `out`."
         )
+
+
+@contextmanager
+def locked(out: Path, world: World) -> Iterator[Lock | None]:
+    """Hold a run directory, so that two trainings never write into one; the main process does it for all.
+
+    Raises:
+        LockedError: Another one writes there.
+        PackError: The directory cannot be made.
+    """
+    if not world.is_main:
+        yield None
+        return
+    made = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PackError(f"{out}: cannot write here ({error.strerror}). Choose another `out`.") from error
+    try:
+        with Lock(LocalStore(out), uuid.uuid4().hex, "training run", alone=True, on_message=say) as lock:
+            yield lock
+    finally:
+        if made:
+            with suppress(OSError):  # it holds something by now
+                out.rmdir()
 
 
 def claim_directory(config: TrainConfig) -> None:

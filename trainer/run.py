@@ -8,8 +8,6 @@ outputs. Where a run starts is one value (`trainer.resume`); nothing here asks w
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from shards import Dataset
 from shards.cost import ModelCost
 from shards.errors import counted
+from shards.lock import Lock
 from trainer.checkpoint import Checkpoints
 from trainer.checks import check_datasets, check_fit
 from trainer.config import TrainConfig
@@ -74,6 +73,8 @@ class Run:
     eval_loss: float | None = None
     bad_step: torch.Tensor
     "First step whose gradient is not finite, on the device; -1 for none."
+    lock: Lock | None = None
+    "Of the run directory, on the main process."
 
     @property
     def model(self) -> Any:
@@ -88,31 +89,6 @@ class Run:
         """Return the context in which forward runs."""
         on = self.config.dtype == "bf16" and self.config.shard == "none"  # FSDP2 casts by itself
         return torch.autocast(self.world.device.type, torch.bfloat16) if on else nullcontext()
-
-
-class Interrupt:
-    """Notes Ctrl-C and SIGTERM, so that the loop can save first; a second one stops at once.
-
-    Several processes keep the usual behaviour: they would notice at different steps.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.asked = False
-        alone = world.size == 1 and threading.current_thread() is threading.main_thread()  # others handle no signals
-        self._signals = (signal.SIGINT, signal.SIGTERM) if alone else ()
-
-    def __enter__(self) -> Interrupt:
-        self._before = {number: signal.signal(number, self._note) for number in self._signals}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, *_: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
 
 
 def set_up(config: TrainConfig, world: World) -> Run:

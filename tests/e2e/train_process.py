@@ -1,6 +1,7 @@
 """One training process, run by path: `jobs`, `rank`, `world_size` and `rendezvous` come as globals.
 
-A job is the fields of a TrainConfig, and optionally `kill`: where the process ends itself with SIGKILL.
+A job is the fields of a TrainConfig, and optionally `kill`: where the process ends itself with SIGKILL,
+or `ask`: rank, step and signal of a request to stop.
 """
 
 import os
@@ -45,12 +46,26 @@ def arm(kill: tuple[str, int]) -> None:
         trainer.checkpoint.Checkpoints._publish = dying_publish
 
 
+def arm_signal(asked_rank: int, step: int, number: int) -> None:
+    """Arrange for a signal to one process, while it takes a step."""
+    take_step = trainer.loop.take_step
+
+    def signalled_step(run: Any, *rest: Any) -> Any:
+        if rank == asked_rank and run.step == step:
+            os.kill(os.getpid(), number)
+        return take_step(run, *rest)
+
+    trainer.loop.take_step = signalled_step
+
+
 torch.set_num_threads(1)
 if world_size > 1:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
 for job in jobs:
     if "kill" in job:
         arm(job.pop("kill"))
+    if "ask" in job:
+        arm_signal(*job.pop("ask"))
     trainer.loop.train(TrainConfig(**job))
 if world_size > 1:
     dist.destroy_process_group()

@@ -88,7 +88,21 @@ def test_a_log_file_holds_the_losses_and_no_marks_of_torchs_profiler(packed, lla
     assert (tmp_path / "run" / "profile" / "trace.json").stat().st_size
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_log_that_nobody_reads_any_more_does_not_end_the_run(packed, llama, tmp_path):
+    flags = ["--model", llama, "--out", str(tmp_path / "run"), "--steps", "12", "--log-every", "1", "--device", "cpu"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "train", packed, *flags, "--save-every", "6"], stderr=subprocess.PIPE
+    )
+    assert started.stderr is not None
+    while b"step 1/12" not in started.stderr.readline():
+        pass
+    started.stderr.close()
+    assert started.wait(240) == 0
+    assert sorted(metrics_of(tmp_path / "run")) == list(range(1, 13))
+    assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_an_interrupted_run_saves_first_and_resumes_to_the_same_losses(packed, llama, tmp_path, monkeypatch, number):
     flags = (packed, "--model", llama, "--steps", "6", "--packs-per-step", "2", "--log-every", "1", "--dtype", "fp32")
     pack_train(*flags, "--out", str(tmp_path / "whole"))

@@ -1,6 +1,7 @@
 """Several processes and dead processes: the same gradients, the same order, the same losses."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,25 @@ def test_a_run_moves_from_two_processes_to_one_and_back(packed, llama, tmp_path,
     assert run_training([job(packed, llama, out, steps=4, resume=True)]) == [0]
     assert run_training([job(packed, llama, out, steps=6, resume=True)], world_size=2) == [0, 0]
     assert_same_run(tmp_path / "whole", out, 6)
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "number", "shard"),
+    [(0, 1, signal.SIGTERM, "none"), (1, 3, signal.SIGUSR1, "full"), (1, 0, signal.SIGHUP, "none")],
+)
+def test_a_signal_to_one_process_saves_the_same_step_on_all(
+    packed, llama, tmp_path, run_training, rank, step, number, shard
+):
+    """NVIDIA-NeMo/Automodel#405: 70 steps lost at every preemption"""
+    fields = {"steps": 8, "shard": shard}
+    assert run_training([job(packed, llama, tmp_path / "whole", **fields)], world_size=2) == [0, 0]
+    out = tmp_path / "stopped"
+    stopped = run_training([job(packed, llama, out, ask=(rank, step, int(number)), **fields)], world_size=2)
+    assert stopped == [1, 1]
+    (saved,) = (path.name for path in (out / "checkpoints").glob("step-*"))
+    assert saved == f"step-{step + 2:08d}"  # what one heard in step n, all know after step n + 1
+    assert run_training([job(packed, llama, out, resume=True, **fields)], world_size=2) == [0, 0]
+    assert_same_run(tmp_path / "whole", out, 8)
 
 
 FEW = [[("step", 3), ("publish", 4)], [("publish", 2), ("step", 6)]]

@@ -95,3 +95,34 @@ def test_a_batch_is_the_callers_own():
 
 def test_powers_of_two():
     assert [next_power_of_two(n) for n in (1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 2, 4, 4, 8, 1024, 1024, 2048]
+
+
+class OnItsWay:
+    """A pinned tensor whose copy to a GPU is made up."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getitem__(self, index: slice) -> "OnItsWay":
+        return OnItsWay(self.tensor[index])
+
+    def to(self, *_: object, **__: object) -> torch.Tensor:
+        return self.tensor.clone()
+
+
+def test_the_end_of_a_copy_is_noted_on_the_stream_of_its_own_device(monkeypatch):
+    """Noted elsewhere, the buffer would be filled again before it was copied."""
+    noted = []
+
+    class Event:
+        def record(self, stream: str) -> None:
+            noted.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    buffers = HostBuffers(8, 4, np.dtype(np.int32), np.dtype(np.int32), pin=False)
+    ids = np.arange(5, dtype=np.int32)
+    buffers.fill([Pack(ids, ids, np.ones(5, np.uint8), np.array([0, 5], np.int32))], 5, Shape())
+    buffers.tensors = {name: OnItsWay(tensor) for name, tensor in buffers.tensors.items()}
+    buffers.to_device(torch.device("cuda:1"))
+    assert noted == ["stream of cuda:1"]

@@ -1,8 +1,11 @@
 """Whole runs on tiny models: splits, precisions, adapters, evaluation, and runs that must stop."""
 
+import dataclasses
 import json
 import math
+import os
 import shutil
+import signal
 from itertools import pairwise
 
 import pytest
@@ -203,3 +206,38 @@ def test_compiled_layers_are_few_graphs_and_the_same_losses(run, monkeypatch):
     assert counts[-1] == counts[3]
     _, plain = run("plain", **fields)
     assert compiled.column("loss") == pytest.approx(plain.column("loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("weighting", ["token", "document"])
+def test_a_line_over_several_steps_is_a_mean_over_targets_not_over_steps(run, weighting):
+    """Steps of unlike numbers of targets: the mean of their means is another figure."""
+    fields = {"packs_per_step": 1, "steps": 12, "lr": 0.5, "schedule": "constant", "loss_weighting": weighting}
+    _, each = run("each", **fields)
+    _, together = run("together", log_every=12, **fields)
+    first, last = together
+    weights = each.column("targets")
+    assert len(set(weights)) > 3
+    if weighting == "token":
+        rest = sum(loss * n for loss, n in zip(each.column("loss")[1:], weights[1:], strict=True)) / sum(weights[1:])
+        assert last["loss"] == pytest.approx(rest, rel=1e-5)
+        assert last["loss"] != pytest.approx(sum(each.column("loss")[1:]) / 11, rel=1e-3)
+    assert first["loss"] == pytest.approx(each.column("loss")[0], rel=1e-6)
+
+
+def test_a_request_to_stop_looks_for_a_bad_gradient_before_it_saves(run, tmp_path, monkeypatch):
+    """On a GPU that is not looked for at every step; weights and step number of the checkpoint must still agree."""
+    take_step, looked = trainer.loop.take_step, []
+
+    def stopping(run, *rest):
+        if run.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        result = take_step(run, *rest)
+        run.world = dataclasses.replace(run.world, device=torch.device("meta"))  # as on a GPU: not at every step
+        return result
+
+    monkeypatch.setattr(trainer.loop, "take_step", stopping)
+    monkeypatch.setattr(trainer.loop, "stop_if_not_finite", lambda run: looked.append(run.step))
+    monkeypatch.setattr(trainer.loop, "log", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        run(log_every=3, save_every=4)
+    assert looked == [1, 2]

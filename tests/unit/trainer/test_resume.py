@@ -1,11 +1,17 @@
 """Where a resumed run starts, what it says, and what it refuses; the settings of before count where nothing is left."""
 
+import json
+import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from shards import PackError
+from shards.lock import Lock
+from shards.publish import LocalStore
 
 
 def contents_of(folder: Path) -> dict[Path, bytes]:
@@ -34,6 +40,8 @@ def test_other_settings_of_a_resumed_run_are_said_one_line_each(run, capsys):
         "resume: lr 0.001 before, 0.005 now",
         "resume: schedule constant before, wsd now",
         "resume: decay_steps not set before, 1 now",
+        "resume: the next step takes a learning rate of 5.00e-03; it would have been 1.00e-03 with the settings of "
+        "before and their 2 steps",
     ]
 
 
@@ -122,3 +130,39 @@ def test_adapters_are_not_resumed_under_another_scale(run):
     run(steps=2, lora_rank=2, lora_alpha=4)  # scaled by alpha / rank: other weights in effect
     with pytest.raises(PackError, match="was saved with `lora_alpha` 4, this run has 8"):
         run(resume=True, lora_rank=2, lora_alpha=8)
+
+
+def test_both_rates_are_said_where_more_steps_bend_the_schedule(run, capsys):
+    """Nerogar/OneTrainer#1604: the rate jumps, and only the number of steps is named"""
+    run(steps=4, schedule="cosine", lr=1e-2, save_every=3)
+    capsys.readouterr()
+    run(steps=8, schedule="cosine", lr=1e-2, resume=True)
+    before, now = 0.0, 1e-2 * (1 + math.cos(math.pi * 4 / 8)) / 2  # step 5 of 8, after the last of 4
+    assert (
+        f"resume: the next step takes a learning rate of {now:.2e}; it would have been {before:.2e} with the settings "
+        "of before and their 4 steps\n"
+    ) in capsys.readouterr().err
+
+
+def test_a_run_directory_in_which_another_training_writes_is_refused(run, tmp_path):
+    run(steps=2)
+    before = contents_of(tmp_path / "run")
+    with Lock(LocalStore(tmp_path / "run"), "other", "training run", alone=True):
+        for resume in (True, False):
+            with pytest.raises(PackError, match=r"run: another training run writes there \(process \d+ on "):
+                run(resume=resume)
+    assert contents_of(tmp_path / "run") == before
+    assert run(resume=True)[0].steps == 4
+
+
+def test_the_lock_of_a_training_that_died_is_taken_over_and_said(run, tmp_path, capsys):
+    run(steps=2)
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    with Lock(LocalStore(tmp_path / "run"), "other", "training run", alone=True):
+        lock = json.loads((tmp_path / "run" / "lock.json").read_text())
+    (owner,) = lock["owners"].values()
+    owner["pid"] = int(ended.stdout)
+    (tmp_path / "run" / "lock.json").write_text(json.dumps(lock))
+    assert run(resume=True)[0].steps == 4
+    assert f"took over the lock of process {int(ended.stdout)}" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "lock.json").exists()
