@@ -42,7 +42,7 @@ def build_with(engine: str, packer: str) -> Callable[[argparse.Namespace], dict[
             sources=tuple(arguments.corpus), out=arguments.scratch, tokenizer=arguments.tokenizer,
             seq_len=arguments.seq_len, packer=packer, tokenizer_engine=engine, workers=arguments.workers,
         )  # fmt: skip
-        manifest = build(config)
+        manifest = build(config).manifest
         return {"tokens": manifest["totals"]["tokens"]["packed"], "stages": manifest["facts"]["stages_s"]}
 
     return build_path

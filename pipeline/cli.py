@@ -264,16 +264,18 @@ def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
     out = str(config.out)
     with RichProgress(progress) as shown:
         try:
-            manifest = run_build(config, shown)
+            result = run_build(config, shown)
         except KeyboardInterrupt:
-            shown.say(f"{out}: stopped; the windows that are done are kept. Add --resume to continue.")
+            shown.on_message(f"{out}: stopped; the windows that are done are kept. Add --resume to continue.")
             raise SystemExit(130) from None
+    manifest = result.manifest
     if as_json:
-        click.echo(json.dumps({key: value for key, value in manifest.items() if key != "shards"}))
-    elif "unfinished" not in manifest:
+        figures = manifest or {"plan_id": result.plan_id, "unfinished": result.unfinished}
+        click.echo(json.dumps({key: value for key, value in figures.items() if key != "shards"}))
+    elif manifest is not None:
         from pipeline.report.dataset import summary_lines
 
-        say("\n".join(map(printable, summary_lines(manifest, out))))
+        say("\n".join(map(printable, summary_lines(dict(manifest), out))))
 
 
 @main.command()
@@ -306,9 +308,9 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
 
     report = run_verify(dataset, level, vocab_size)
     if against and report.ok:
-        from pipeline.building.audit import compare_with_sources
+        from pipeline.building.audit import audit_sources
 
-        compare_with_sources(dataset, against, report)
+        audit_sources(dataset, against, report)
     if as_json:
         click.echo(json.dumps(asdict(report) | {"ok": report.ok}))
     for problem in report.problems if not as_json else ():

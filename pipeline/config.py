@@ -92,6 +92,7 @@ class BuildConfig:
     ] = "auto"
     resume: Annotated[bool, "Continue an interrupted build."] = False
     overwrite: Annotated[bool, "Remove an older dataset there first."] = False
+    check: Annotated[bool, "Hash what is built already against the corpus, also where no file was touched."] = False
     windows: Annotated[str | None, "Only windows i, i+n, i+2n …, as i::n, for job arrays."] = None
     finalize: Annotated[bool, "Run no window; commit what is there."] = False
     on_error: Annotated[Literal["fail", "skip"], "At a bad record."] = "fail"

@@ -115,9 +115,10 @@ class Lock:
 
     def share(self) -> None:
         """Let other owners of the same identity in from now on."""
-        self.alone = False
-        if self.held:
-            self._renew()
+        if self.alone:
+            self.alone = False
+            if self.held:
+                self._renew()
 
     def _acquire(self) -> None:
         for _ in range(ATTEMPTS):

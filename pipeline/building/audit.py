@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.building.driver import all_tasks
 from pipeline.building.stages import Stages
+from pipeline.building.tasks import all_tasks
 from pipeline.building.window import read_documents
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
@@ -29,7 +29,7 @@ from shards.schema import split_doc_id
 from shards.verification import VerifyReport
 
 
-def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> None:
+def audit_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> None:
     """Look for every document of the sources in a dataset, and add what is wrong to `report`.
 
     Args:
@@ -64,7 +64,7 @@ def compare_with_sources(path: str, specs: tuple[str, ...], report: VerifyReport
             break
         source = sources[task.source]
         reader = WindowReader(source, task.slices, on_error="skip", payloads=task.payloads)
-        tokens, _ = read_documents(reader, makers[task.source], task.window, Stages(), lambda *_: None)
+        tokens, _ = read_documents(reader, makers[task.source], task.window, Stages())
         packs = range(starts[task.window], starts[task.window + 1])
         for where, what in _window_problems(dataset, packs, tokens, source, plan):
             report.add("F12", where, what)

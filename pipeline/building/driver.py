@@ -10,8 +10,8 @@ with the reference engine, before the commit.
 import errno
 import platform
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from itertools import chain
 from typing import Any
@@ -19,45 +19,66 @@ from typing import Any
 import xxhash
 
 from pipeline.building.engines import ENGINES, start_server
-from pipeline.building.output import OWN, finished_dataset, prepare, reads_stdin
-from pipeline.building.sidecars import Survey, Tally, all_sidecars, check_totals, take_survey
+from pipeline.building.inputs import changed_windows
+from pipeline.building.output import (
+    OutputState,
+    decide,
+    finished_dataset,
+    leftovers,
+    owned_files,
+    prepare,
+    read_output,
+    reads_stdin,
+)
+from pipeline.building.progress import Progress
+from pipeline.building.sidecars import (
+    CommittedWindow,
+    NothingToTrainError,
+    SidecarSummary,
+    Tally,
+    all_sidecars,
+    check_totals,
+    summarize_sidecars,
+)
 from pipeline.building.startup import SMALL_BYTES, start_compiling
 from pipeline.building.stores import io_errors, open_store
+from pipeline.building.tasks import StreamTasks, all_tasks, first_tasks, planned_tasks
 from pipeline.building.window import Job, Task
 from pipeline.config import BuildConfig
-from pipeline.documents.encoder import REFERENCE
-from pipeline.documents.make import check_options, with_trained_template
+from pipeline.documents.encoder import REFERENCE, Encoder
+from pipeline.documents.make import DocumentMaker, check_options, with_trained_template
 from pipeline.documents.tokenizer import load_spec, spec_from_files
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import check_unchanged, resolve_sources
-from pipeline.sources.streams import stream_windows
-from pipeline.sources.windows import Slice, Source, Window, cut_windows, enumerate_streams, streamed_files
-from shards.errors import FormatError, PackError, counted
-from shards.manifest import commit
+from pipeline.sources.files import changed
+from pipeline.sources.reader import WindowReader
+from pipeline.sources.windows import Source, Window, cut_windows, enumerate_streams
+from shards.errors import PackError, counted
+from shards.lock import Lock
+from shards.manifest import Manifest, commit
 from shards.plan import Plan, TokenizerPlan, make_plan, make_source, plan_id
 from shards.publish import Store
 from shards.schema import layout_of
-from shards.sidecar import Sidecar, read_sidecar
 
-Record = dict[str, Any]
-RECIPE = 2  # raise it when the same plan would give other bytes
+ALGORITHM_VERSION = 2  # raise it when the same plan would give other bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FIRST_RECORDS = 64  # of each source, tried before an older dataset is removed
 
 
-class Progress:
-    """What a build tells while it runs; the command line shows it, the default is silence."""
+@dataclass(frozen=True, kw_only=True)
+class BuildResult:
+    """What a build made."""
 
-    def begin(self, raw_bytes: int | None) -> None:
-        """Take the size of the corpus, where it is known."""
+    path: str
+    "The dataset's directory or URL."
+    plan_id: str
+    manifest: Manifest | None
+    "Of the dataset; None where windows are still to come."
+    unfinished: int = 0
+    "Windows that other parts of the build still have to make."
 
-    def tick(self, documents: int, tokens: int, raw_bytes: int) -> None:
-        """Count what was done since the last call."""
 
-    def say(self, message: str) -> None:
-        """Show one line."""
-
-
-def build(config: BuildConfig, progress: Progress | None = None) -> Record:
+def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     """Turn a corpus into a dataset.
 
     Args:
@@ -65,25 +86,57 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
         progress: Where to report; silent by default.
 
     Returns:
-        The manifest; for a part of a build (`windows`) that is not the last, the plan's id and `unfinished`.
+        The dataset with its manifest; for a part of a build (`windows`) that is not the last, what is unfinished.
 
     Raises:
-        PackError: Anything the user can mend: sources, tokenizer, options, output directory, disk.
+        PackError: Anything the user can fix: sources, tokenizer, options, output directory, disk.
     """
     progress = progress or Progress()
     begin = time.time()
+    job = _make_job(config, progress)
+    store = open_store(job.out)
+    try:
+        with Lock(store, job.plan_id, alone=config.overwrite, on_message=progress.on_message) as lock:
+            return _Build(job, config, store, progress, lock, begin).run()
+    except io_errors() as error:
+        # another build of this plan that ends first clears the unpublished files of all
+        if isinstance(error, FileNotFoundError) and (finished := finished_dataset(store, job)) is not None:
+            return BuildResult(path=job.out, plan_id=job.plan_id, manifest=finished)
+        raise _explain(error, job.out) from error
+    except MemoryError as error:
+        raise PackError(
+            f"{job.out}: out of memory; the windows that are done are kept. "
+            "Run the same command with `resume=True` and fewer `workers`."
+        ) from error
+    finally:
+        store.prune()
+
+
+def _explain(error: Exception, out: str) -> PackError:
+    """Say what an operating system's error means for a build."""
+    number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
+    if number in (errno.ENOTDIR, errno.EEXIST):
+        return PackError(f"{out}: is a file, or lies in one; expected a directory. Choose another `out`.")
+    what, remedy = ("no space left", "Make room") if number in FULL else ("cannot be written", "Fix the disk")
+    return PackError(
+        f"{out}: {what} ({reason}); the windows that are done are kept. "
+        f"{remedy}, then run the same command with `resume=True`."
+    )
+
+
+def _make_job(config: BuildConfig, progress: Progress) -> Job:
+    """Check all that can be checked without reading a record, and make the plan."""
     _refuse_idle_policy(config)
-    out = str(config.out)
     sources = resolve_sources(config.source_arguments, config.records, config.source_records)
     for source in sources:
         if source.skipped:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(source.skipped.items()))
-            progress.say(f"source {source.name!r}: files left out: {kinds}")
+            progress.on_message(f"source {source.name!r}: files left out: {kinds}")
     streamed = enumerate_streams(sources)
     if (config.windows or config.finalize) and streamed:
         name = sources[streamed[0][0]].files[streamed[0][1]].name
         raise PackError(
-            f"--windows, --finalize: {name} cannot be cut unread; expected plain files. "
+            f"`windows`, `finalize`: {name} cannot be cut unread; expected plain files. "
             "Decompress it, or convert it to JSONL or Parquet first."
         )
     windows, part_bytes = cut_windows(sources, config.window_bytes)
@@ -96,75 +149,11 @@ def build(config: BuildConfig, progress: Progress | None = None) -> Record:
     if trained is not files:
         spec, files = spec_from_files(trained, str(config.tokenizer)), trained
     if spec.dropout:
-        progress.say(
+        progress.on_message(
             f"tokenizer: its BPE dropout of {spec.dropout:g} is switched off: a text always gives the same ids"
         )
     plan = plan_of(config, sources, spec.as_plan(), windows, part_bytes)
-    job = Job(plan, plan_id(plan), sources, out, files, config.tokenizer_engine, config.on_error)
-    try:
-        return _build(job, config, open_store(out), progress, begin)
-    except io_errors() as error:
-        # another build of this plan that ends first clears the unpublished files of all
-        if isinstance(error, FileNotFoundError) and (finished := finished_dataset(open_store(out), job)) is not None:
-            return dict(finished)
-        number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
-        if number == errno.ENOTDIR:
-            raise PackError(
-                f"{config.out}: is a file, or lies in one; expected a directory. Choose another --out."
-            ) from error
-        what, remedy = ("no space left", "Make room") if number in FULL else ("cannot be written", "Mend the disk")
-        raise PackError(
-            f"{config.out}: {what} ({reason}); the windows that are done are kept. "
-            f"{remedy}, then run the same command with --resume."
-        ) from error
-    except MemoryError as error:
-        raise PackError(
-            f"{config.out}: out of memory; the windows that are done are kept. "
-            "Run the same command with --resume and fewer --workers."
-        ) from error
-
-
-def _build(job: Job, config: BuildConfig, store: Store, progress: Progress, begin: float) -> Record:
-    """Prepare the directory, run what is missing, redo what is in doubt, commit."""
-    done = prepare(store, config, job, progress.say)
-    if done is not None:
-        return dict(done)
-    sizes = [file.bytes for source in job.sources for file in source.files]
-    raw_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-    progress.begin(raw_bytes)
-    if not config.finalize and (raw_bytes is None or raw_bytes > SMALL_BYTES):
-        start_compiling(layout_of(job.plan), progress.say)
-    nothing = (len(job.plan["windows"]), 0.0, 0)
-    num_windows, wait_s, tokens = nothing if config.finalize else _run(job, config, store, progress)
-    there = store.sizes("shards")
-    missing = sum(f"{number:08d}.json" not in there for number in range(num_windows))
-    if missing and config.windows and not config.finalize:
-        progress.say(
-            f"{config.out}: {missing:,} of {counted(num_windows, 'window')} still to come; the last part commits"
-        )
-        return {"plan_id": job.plan_id, "unfinished": missing}
-    check_unchanged(job.sources)
-    survey = take_survey(store, num_windows, config.max_rejected)
-    if survey.lied and survey.suspects:
-        progress.say(
-            "the fast tokenizer engine gave other ids than the reference somewhere; "
-            f"building its {counted(len(survey.suspects), 'window')} again with {REFERENCE}"
-        )
-        _redo(job, config, survey.suspects, progress)
-        survey = take_survey(store, num_windows, config.max_rejected)
-    facts = {
-        "shardpack": metadata.version("shardpack"),
-        "host": platform.node(),
-        "engine": config.engine,
-        "workers": config.workers,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": round(time.time() - begin, 3),
-        "tokens_read": tokens,  # in these seconds: fewer than all where parts were there already
-        "stages_s": {"wait": round(wait_s, 6)},
-        "trained_end_ids": sorted(survey.trained_end_ids),
-        "spelled_controls": survey.spelled_controls,
-    }
-    return _commit(store, job, survey, num_windows, facts)
+    return Job(plan, plan_id(plan), sources, str(config.out), files, config.tokenizer_engine, config.on_error)
 
 
 def _refuse_idle_policy(config: BuildConfig) -> None:
@@ -185,7 +174,7 @@ def plan_of(
     """Return all that determines the bytes of the dataset, and nothing else."""
     options = [source.options for source in sources]
     return make_plan(
-        recipe=RECIPE,
+        recipe=ALGORITHM_VERSION,
         seq_len=config.seq_len,
         seed=config.seed,
         position_ids=config.position_ids,
@@ -203,97 +192,193 @@ def plan_of(
     )
 
 
-def _run(job: Job, config: BuildConfig, store: Store, progress: Progress) -> tuple[int, float, int]:
-    """Run what is missing; return the number of windows of the dataset, the workers' idle seconds, and tokens read."""
-    begin, busy_s, tokens = time.perf_counter(), 0.0, 0
-    tally = Tally(config.max_rejected)
-    stream = _Stream(job.plan, job.sources)
+class _Build:
+    """One run of a build: what its steps share."""
 
-    def unfinished(tasks: Iterable[Task]) -> Iterator[Task]:
-        for task in tasks:
-            sidecar = _committed(store, job, task)
-            if sidecar is None:
-                yield task
-            else:
-                tally.add(sidecar["counts"])
-                progress.tick(sidecar["counts"]["documents"]["read"], 0, sidecar["raw_bytes"])
+    def __init__(
+        self, job: Job, config: BuildConfig, store: Store, progress: Progress, lock: Lock, begin: float
+    ) -> None:
+        self.job, self.config, self.store, self.progress, self.lock = job, config, store, progress, lock
+        self.begin = begin
+        self.stream = StreamTasks(job.plan, job.sources)
+        self.num_windows = len(job.plan["windows"])
+        self.tokens_read = 0
+        self.wait_s = 0.0
 
-    planned = _planned(job.plan, config.window_range(len(job.plan["windows"])))
-    workers = config.workers if stream.files else max(1, min(config.workers, len(planned)))
-    for record in ENGINES[config.engine](job, unfinished(chain(planned, stream)), workers, progress.tick):
-        tally.add(record["counts"])
-        busy_s += record["busy_s"]
-        tokens += record["counts"]["tokens"]["read"]
-    return stream.next_window, max(0.0, workers * (time.perf_counter() - begin) - busy_s), tokens
+    def run(self) -> BuildResult:
+        """Prepare the directory, run what is missing, redo what is in doubt, commit."""
+        job, config, progress = self.job, self.config, self.progress
+        state = read_output(self.store, config.window_range(len(job.plan["windows"])))
+        decision = decide(state, config, job)
+        committed = self._still_valid(state)
+        if decision.manifest is not None:
+            self._refuse_newer_corpus(state, committed)
+            identity = decision.manifest["dataset_id"][:12]
+            progress.on_message(f"{job.out}: is already built (dataset {identity}); nothing to do")
+            return BuildResult(path=job.out, plan_id=job.plan_id, manifest=decision.manifest)
+        if decision.action == "start" and decision.remove:
+            self._try_first_records()
+        prepare(self.store, state, decision, job)
+        self.lock.share()
+        if not config.finalize:
+            self._run_windows({} if decision.action == "start" else committed)
+        there = self.store.sizes("shards")
+        missing = sum(f"{number:08d}.json" not in there for number in range(self.num_windows))
+        if missing and config.windows and not config.finalize:
+            progress.on_message(
+                f"{job.out}: {missing:,} of {counted(self.num_windows, 'window')} still to come; the last part commits"
+            )
+            return BuildResult(path=job.out, plan_id=job.plan_id, manifest=None, unfinished=missing)
+        return BuildResult(path=job.out, plan_id=job.plan_id, manifest=self._finish())
+
+    def _still_valid(self, state: OutputState) -> dict[int, CommittedWindow]:
+        """Return the committed windows of this plan whose shard is there and whose corpus is as it was."""
+        found = {
+            number: window
+            for number, window in state.windows.items()
+            if window.plan_id == self.job.plan_id and state.sizes["shards"].get(window.shard) == window.shard_bytes
+        }
+        for window in changed_windows(found.values(), self.job.sources, every=self.config.check):
+            self.progress.on_message(f"{self._files_of(window)}: changed since window {window.window} was built")
+            del found[window.window]
+        return found
+
+    def _files_of(self, window: CommittedWindow) -> str:
+        source = next(source for source in self.job.sources if source.name == window.source)
+        return ", ".join(sorted({source.files[slice_.file].name for slice_ in window.slices})[:3])
+
+    def _refuse_newer_corpus(self, state: OutputState, valid: dict[int, CommittedWindow]) -> None:
+        """Refuse a finished dataset whose corpus holds other bytes than it was built from."""
+        changed = [window for number, window in state.windows.items() if number not in valid]
+        if changed:
+            raise PackError(
+                f"{self.job.out}: holds a dataset of another version of the corpus: {self._files_of(changed[0])} "
+                f"changed since ({counted(len(changed), 'window')} differ); expected the same bytes. "
+                "Choose another `out`, or `overwrite=True`."
+            )
+
+    def _try_first_records(self) -> None:
+        """Make documents of the first records of every source: nothing is removed for a build that cannot begin.
+
+        Raises:
+            PackError: They cannot be read.
+        """
+        job = self.job
+        for task in first_tasks(job.plan, job.sources, self.stream):
+            source = job.sources[task.source]
+            reader = WindowReader(source, task.slices, on_error=job.on_error, payloads=task.payloads)
+            batch = next(iter(reader), None)
+            if batch is None:
+                continue
+            first = replace(batch, values=batch.values[:FIRST_RECORDS], indices=batch.indices[:FIRST_RECORDS])
+            encoder = Encoder(job.tokenizer_files, engine=REFERENCE, parse_special=source.options.parse_special)
+            DocumentMaker(encoder, source.options).make(first)
+            if len(reader.rejected) == reader.num_records > 0 and self.config.max_rejected < 1:
+                raise PackError(f"{reader.rejected[0]}; expected records that can be read. Nothing was removed.")
+
+    def _run_windows(self, committed: dict[int, CommittedWindow]) -> None:
+        """Run what is missing."""
+        job, config = self.job, self.config
+        sizes = [file.bytes for source in job.sources for file in source.files]
+        raw_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+        self.progress.begin(raw_bytes)
+        if raw_bytes is None or raw_bytes > SMALL_BYTES:
+            start_compiling(layout_of(job.plan), self.progress.on_message)
+        begin, busy_s, tally = time.perf_counter(), 0.0, Tally(config.max_rejected)
+
+        def unfinished(tasks: Iterable[Task]) -> Iterator[Task]:
+            for task in tasks:
+                window = committed.get(task.window)
+                if window is None or (task.payloads is not None and window.input_xxh3 != _digest(task.payloads)):
+                    yield task
+                else:
+                    tally.add(window.counts)
+                    self.progress.on_progress(window.counts["documents"]["read"], 0, window.raw_bytes)
+
+        planned = planned_tasks(job.plan, config.window_range(len(job.plan["windows"])))
+        workers = config.workers if self.stream.files else max(1, min(config.workers, len(planned)))
+        for record in ENGINES[config.engine](job, unfinished(chain(planned, self.stream)), workers):
+            self.lock.check()
+            counts = record["counts"]
+            tally.add(counts)
+            busy_s += record["busy_s"]
+            self.tokens_read += counts["tokens"]["read"]
+            self.progress.on_progress(counts["documents"]["read"], counts["tokens"]["read"], record["raw_bytes"])
+        self.num_windows = self.stream.next_window
+        self.wait_s = max(0.0, workers * (time.perf_counter() - begin) - busy_s)
+
+    def _finish(self) -> Manifest:
+        """Look at all windows together, build again what is in doubt, and commit."""
+        job, config = self.job, self.config
+        check_unchanged(job.sources)
+        summary = self._summarize()
+        if summary.engine_differed and summary.fast_windows:
+            self.progress.on_message(
+                "the fast tokenizer engine gave other ids than the reference somewhere; "
+                f"building its {counted(len(summary.fast_windows), 'window')} again with {REFERENCE}"
+            )
+            rebuild_with_reference(job, config, summary.fast_windows)
+            summary = self._summarize()
+        for window in changed_windows(summary.windows, job.sources):
+            raise changed(self._files_of(window))
+        try:
+            check_totals(summary.totals, job.sources)
+        except NothingToTrainError:
+            self._discard()
+            raise
+        facts = {
+            "shardpack": metadata.version("shardpack"),
+            "host": platform.node(),
+            "engine": config.engine,
+            "workers": config.workers,
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "seconds": round(time.time() - self.begin, 3),
+            "tokens_read": self.tokens_read,  # in these seconds: fewer than all where parts were there already
+            "stages_s": {"wait": round(self.wait_s, 6)},
+            "trained_end_ids": sorted(summary.trained_end_ids),
+            "spelled_controls": summary.spelled_controls,
+        }
+        return self._commit(summary, facts)
+
+    def _summarize(self) -> SidecarSummary:
+        return summarize_sidecars(self.store, self.job.plan_id, self.num_windows, self.config.max_rejected)
+
+    def _discard(self) -> None:
+        """Remove windows that nobody could train on, so that they do not stand in the way of the corrected command."""
+        for name in owned_files(read_output(self.store)):
+            self.store.remove(name)
+        self.store.sweep(everything=True)
+
+    def _commit(self, summary: SidecarSummary, facts: dict[str, Any]) -> Manifest:
+        """Write index and manifest, and clear what crashed attempts left behind."""
+        store, job = self.store, self.job
+        self.lock.check()
+        try:
+            for name in leftovers(store, summary.files, self.num_windows):
+                store.remove(name)
+            sidecars = all_sidecars(store, job.plan_id, self.num_windows)
+            manifest = commit(store, job.plan, sidecars, job.tokenizer_files, facts)
+            store.sweep(everything=True)
+        except (PackError, FileNotFoundError):  # the last two parts of a job array may end at the same moment
+            finished = finished_dataset(store, job)
+            if finished is None:
+                raise
+            return finished
+        return manifest
 
 
-def _redo(job: Job, config: BuildConfig, suspects: set[int], progress: Progress) -> None:
+def rebuild_with_reference(job: Job, config: BuildConfig, windows: set[int]) -> None:
     """Build windows again with the reference engine."""
     if reads_stdin(job):
         raise PackError(
             "the fast tokenizer engine gave other ids than the reference, and stdin cannot be read again for what it "
-            f"wrote. Run the command again with --overwrite --tokenizer-engine {REFERENCE}."
+            f'wrote. Run the command again with `overwrite=True` and `tokenizer_engine="{REFERENCE}"`.'
         )
-    tasks = (task for task in all_tasks(job.plan, job.sources) if task.window in suspects)
-    workers = min(config.workers, len(suspects))
-    for _ in ENGINES[config.engine](replace(job, tokenizer_engine=REFERENCE), tasks, workers, progress.tick):
+    tasks = (task for task in all_tasks(job.plan, job.sources) if task.window in windows)
+    workers = min(config.workers, len(windows))
+    for _ in ENGINES[config.engine](replace(job, tokenizer_engine=REFERENCE), tasks, workers):
         pass
 
 
-def _planned(plan: Plan, chosen: Iterable[int]) -> list[Task]:
-    windows = plan["windows"]
-    return [
-        Task(number, windows[number][0], tuple(Slice(*slice_) for slice_ in windows[number][1])) for number in chosen
-    ]
-
-
-def all_tasks(plan: Plan, sources: list[Source]) -> Iterator[Task]:
-    """Yield every window of a plan in order; streamed sources are read again for theirs."""
-    yield from _planned(plan, range(len(plan["windows"])))
-    yield from _Stream(plan, sources)
-
-
-class _Stream:
-    """The windows that the driver cuts while reading, numbered on from the planned ones."""
-
-    def __init__(self, plan: Plan, sources: list[Source]) -> None:
-        self.sources = sources
-        self.part_bytes: int = plan["part_bytes"]
-        self.next_window = len(plan["windows"])
-        self.files = enumerate_streams(sources)
-
-    def __iter__(self) -> Iterator[Task]:
-        for number, source in enumerate(self.sources):
-            for slices, payloads in stream_windows(source, streamed_files(source), self.part_bytes):
-                self.next_window += 1
-                yield Task(self.next_window - 1, number, slices, payloads)
-
-
-def _committed(store: Store, job: Job, task: Task) -> Sidecar | None:
-    """Return the sidecar of a finished window; None where the window must be built (again)."""
-    try:
-        sidecar = read_sidecar(store, task.window)
-    except FormatError:
-        return None  # damaged: build it again
-    if sidecar is None or sidecar["plan_id"] != job.plan_id:
-        return None
-    if task.payloads is not None and sidecar["input_xxh3"] != xxhash.xxh3_128_hexdigest(b"".join(task.payloads)):
-        return None
-    return sidecar if store.size(sidecar["shard"]["file"]) == sidecar["shard"]["bytes"] else None
-
-
-def _commit(store: Store, job: Job, survey: Survey, num_windows: int, facts: Record) -> Record:
-    """Write index and manifest, and clear what crashed attempts left behind."""
-    check_totals(survey.totals, job.sources)
-    try:
-        for name in store.sizes("shards"):
-            if f"shards/{name}" not in survey.kept and OWN.fullmatch(name):
-                store.remove(f"shards/{name}")
-        manifest = commit(store, job.plan, all_sidecars(store, num_windows), job.tokenizer_files, facts)
-        store.sweep(everything=True)
-    except (PackError, FileNotFoundError):  # the last two parts of a job array may end at the same moment
-        finished = finished_dataset(store, job)
-        if finished is None:
-            raise
-        return dict(finished)
-    return dict(manifest)
+def _digest(payloads: Sequence[bytes]) -> str:
+    return xxhash.xxh3_128_hexdigest(b"".join(payloads))

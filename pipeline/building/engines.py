@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.building.stages import Stages
 from pipeline.building.stores import open_store
-from pipeline.building.window import Job, Task, Tick, run_window
+from pipeline.building.window import Job, Task, run_window
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
@@ -40,7 +40,7 @@ class Worker:
         self.encoders: dict[bool, Encoder] = {}
         self.makers: dict[RecordOptions, DocumentMaker] = {}
 
-    def run(self, task: Task, tick: Tick) -> Record:
+    def run(self, task: Task) -> Record:
         """Build one window."""
         options, stages = self.job.sources[task.source].options, Stages()
         special = options.parse_special
@@ -50,95 +50,85 @@ class Worker:
                 self.encoders[special] = Encoder(files, engine=engine, parse_special=special)
         if options not in self.makers:
             self.makers[options] = DocumentMaker(self.encoders[special], options)
-        return run_window(self.job, task, self.store, self.makers[options], stages, tick)
+        return run_window(self.job, task, self.store, self.makers[options], stages)
 
 
-def run_local(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
+def run_local(job: Job, tasks: Iterator[Task], workers: int) -> Iterator[Record]:
     """Run windows in processes, or in this one where one suffices."""
     if workers == 1:
         worker = Worker(job)
         for task in tasks:
-            yield worker.run(task, tick)
+            yield worker.run(task)
         return
-    crew = _Crew(job, workers, tick)
+    pool = _WorkerPool(job, workers)
     try:
-        yield from crew.run(tasks)
+        yield from pool.run(tasks)
     finally:
-        crew.stop()
+        pool.stop()
 
 
-class _Crew:
+class _WorkerPool:
     """Worker processes that may die.
 
     One that dies breaks the pool; it is rebuilt, and the windows that were in flight run again one at a time, so that a
     window which kills its worker is found out and blamed alone, after `TRIES` tries.
     """
 
-    def __init__(self, job: Job, workers: int, tick: Tick) -> None:
-        self.job, self.workers, self.tick = job, workers, tick
-        self.flying: dict[Future[Record], Task] = {}
-        self.suspects: list[Task] = []
+    def __init__(self, job: Job, workers: int) -> None:
+        self.job, self.workers = job, workers
+        self.in_flight: dict[Future[Record], Task] = {}
+        self.retry_queue: list[Task] = []
         self.deaths: dict[int, int] = {}  # by window that was ever in flight when a worker died: deaths on its own
         self._start()
 
     def _start(self) -> None:
         context = _context()
-        self.progress: Any = context.Array("q", 3)  # a new one each time: a worker may die with the lock in its hands
-        arguments = (self.job, self.progress, dict(os.environ))
+        arguments = (self.job, dict(os.environ))
         self.pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=arguments)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Record]:
         """Yield the record of each task as it is done."""
         while self._send(tasks):
-            done, _ = wait(self.flying, timeout=0.2, return_when=FIRST_COMPLETED)
-            self._drain()
+            done, _ = wait(self.in_flight, return_when=FIRST_COMPLETED)
             for future in done:
                 try:
                     record = future.result()
                 except BrokenProcessPool:
                     self._replace()
                     break
-                del self.flying[future]
+                del self.in_flight[future]
                 yield record
         self.pool.shutdown()
 
     def _send(self, tasks: Iterator[Task]) -> bool:
-        """Keep two tasks per worker in flight, or a single suspect; return whether there is any."""
-        careful = self.suspects or any(task.window in self.deaths for task in self.flying.values())
-        room = not self.flying if careful else 2 * self.workers - len(self.flying)
-        source = iter([self.suspects.pop(0)] if self.suspects and room else []) if careful else tasks
+        """Keep two tasks per worker in flight, or one of the retry queue alone; return whether there is any."""
+        careful = self.retry_queue or any(task.window in self.deaths for task in self.in_flight.values())
+        room = not self.in_flight if careful else 2 * self.workers - len(self.in_flight)
+        source = iter([self.retry_queue.pop(0)] if self.retry_queue and room else []) if careful else tasks
         for task in islice(source, int(room)):
             try:
-                self.flying[self.pool.submit(_run_task, task)] = task
+                self.in_flight[self.pool.submit(_run_task, task)] = task
             except BrokenProcessPool:  # a worker died with nothing to do
-                self.suspects.append(task)
+                self.retry_queue.append(task)
                 self._replace()
                 return self._send(tasks)
-        return bool(self.flying)
+        return bool(self.in_flight)
 
     def _replace(self) -> None:
         """Start anew after a death, and note who was there."""
-        alone = len(self.flying) == 1
-        for task in self.flying.values():
+        alone = len(self.in_flight) == 1
+        for task in self.in_flight.values():
             self.deaths[task.window] = self.deaths.get(task.window, 0) + alone
             if self.deaths[task.window] >= TRIES:
                 raise PackError(
                     f"{task.describe(self.job.sources)}: its worker died {TRIES} times; expected it to finish. Look "
-                    "for a lack of memory (smaller --window-bytes or fewer --workers; in a script, a missing "
-                    "if __name__ == '__main__'), then --resume."
+                    "for a lack of memory (smaller `window_bytes` or fewer `workers`; in a script, a missing "
+                    "if __name__ == '__main__'), then `resume=True`."
                 )
-        self.suspects.extend(self.flying.values())
-        self.flying.clear()
+        self.retry_queue.extend(self.in_flight.values())
+        self.in_flight.clear()
         self.pool.shutdown(cancel_futures=True)
         self._start()
-
-    def _drain(self) -> None:
-        lock = self.progress.get_lock()
-        if lock.acquire(timeout=1):
-            amounts = self.progress[0], self.progress[1], self.progress[2]
-            self.progress[:] = [0, 0, 0]
-            lock.release()
-            self.tick(*amounts)
 
     def stop(self) -> None:
         """End now: after an error or Ctrl-C nobody waits for half a window."""
@@ -166,15 +156,12 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-_progress: Any = None
-
-
-def _start_worker(job: Job, progress: Any, environment: dict[str, str]) -> None:
-    global _worker, _progress
+def _start_worker(job: Job, environment: dict[str, str]) -> None:
+    global _worker
     os.environ.update(environment)  # a server that started earlier knows an older one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops us
     threading.Thread(target=_end_with_driver, daemon=True).start()
-    _worker, _progress = Worker(job), progress
+    _worker = Worker(job)
 
 
 def _end_with_driver() -> None:
@@ -187,16 +174,10 @@ def _end_with_driver() -> None:
 
 def _run_task(task: Task) -> Record:
     assert _worker is not None
-    return _worker.run(task, _tick)
+    return _worker.run(task)
 
 
-def _tick(documents: int, tokens: int, raw_bytes: int) -> None:
-    with _progress.get_lock():
-        for slot, amount in enumerate((documents, tokens, raw_bytes)):
-            _progress[slot] += amount
-
-
-def run_ray(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterator[Record]:
+def run_ray(job: Job, tasks: Iterator[Task], workers: int) -> Iterator[Record]:
     """Run windows as Ray tasks on the cluster that RAY_ADDRESS names, or on a local one.
 
     Ray retries a task whose worker died or failed, `TRIES` times in all. The output must be a place that every node
@@ -215,15 +196,15 @@ def run_ray(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterat
     shared: Any = ray.put(job)
     policy: dict[str, Any] = {"num_cpus": 1, "max_retries": TRIES - 1, "retry_exceptions": [OSError, MemoryError]}
     remote: Any = ray.remote(**policy)(_ray_task)
-    flying: dict[Any, Task] = {}
+    in_flight: dict[Any, Task] = {}
     try:
         while True:
-            for task in islice(tasks, 2 * workers - len(flying)):
-                flying[remote.remote(shared, task)] = task
-            if not flying:
+            for task in islice(tasks, 2 * workers - len(in_flight)):
+                in_flight[remote.remote(shared, task)] = task
+            if not in_flight:
                 return
-            for reference in ray.wait(list(flying), num_returns=1)[0]:
-                task = flying.pop(reference)
+            for reference in ray.wait(list(in_flight), num_returns=1)[0]:
+                task = in_flight.pop(reference)
                 try:
                     record: Record = ray.get(reference)
                 except ray.exceptions.RayTaskError as error:
@@ -231,13 +212,11 @@ def run_ray(job: Job, tasks: Iterator[Task], workers: int, tick: Tick) -> Iterat
                 except ray.exceptions.RayError as error:
                     raise PackError(
                         f"{task.describe(job.sources)}: its Ray worker died {TRIES} times ({type(error).__name__}); "
-                        "expected it to finish. Look for a lack of memory, then --resume."
+                        "expected it to finish. Look for a lack of memory, then `resume=True`."
                     ) from error
-                documents, tokens = record["counts"]["documents"]["read"], record["counts"]["tokens"]["read"]
-                tick(documents, tokens, record["raw_bytes"])
                 yield record
     finally:
-        for reference in flying:  # after an error or Ctrl-C
+        for reference in in_flight:  # after an error or Ctrl-C
             ray.cancel(reference, force=True)
 
 
@@ -245,7 +224,7 @@ def _ray_task(job: Job, task: Task) -> Record:
     global _worker
     if _worker is None or _worker.job != job:
         _worker = Worker(job)
-    return _worker.run(task, lambda documents, tokens, raw_bytes: None)
+    return _worker.run(task)
 
 
-ENGINES: dict[str, Callable[[Job, Iterator[Task], int, Tick], Iterator[Record]]] = {"local": run_local, "ray": run_ray}
+ENGINES: dict[str, Callable[[Job, Iterator[Task], int], Iterator[Record]]] = {"local": run_local, "ray": run_ray}

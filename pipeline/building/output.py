@@ -1,176 +1,302 @@
-"""The directory a build writes into: what it may hold before, and what is missing of it.
+"""The directory a build writes into, read once into a value; what to do with it is decided from that value alone.
+
+    read_output -> OutputState -> decide -> start | continue | finished, or refused in words
 
 An absent or empty directory is taken; this plan's own is continued; another build's, another program's, or a dataset
-with files among its own that are not of it is refused in words. Nothing is removed that a build did not write.
+with files among its own that are not of it is refused. `owned_files` is the only place that says what may be removed:
+files with the names of this format that the plan or the manifest there accounts for, and nothing else, ever.
 """
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
+from pipeline.building.sidecars import CommittedWindow, committed_window
 from pipeline.building.window import Job
 from pipeline.config import BuildConfig
+from pipeline.documents.tokenizer import FILES
+from shards import lock
 from shards.errors import FormatError, PackError
-from shards.manifest import INDEX_FILE, Manifest, datasets_files, digest_files
+from shards.manifest import INDEX_FILE, Manifest, datasets_files
 from shards.plan import FORMAT, differences, parse_plan, plan_id
-from shards.publish import Store, canonical, unseal
+from shards.publish import TMP, Store, canonical
 from shards.reader import list_shards, parse_manifest
-from shards.sidecar import sidecar_name
+from shards.sidecar import read_sidecar, sidecar_name
+from shards.tables.shard_list import SHARDS_FILE
 
-OWN = re.compile(r"\d{8}(\.json|-[0-9a-f]{16}\.arrow)")  # what a build names its files in shards/
+SHARD_FILE = re.compile(r"(\d{8})(\.json|-[0-9a-f]{16}\.arrow)")  # what a build names its files in shards/
+DATASETS_FILES = ("state.json", "dataset_info.json")
+ROOT_FILES = ("manifest.json", *DATASETS_FILES, SHARDS_FILE, INDEX_FILE, "rejected.jsonl")  # as they are removed
 
 
-def prepare(store: Store, config: BuildConfig, job: Job, say: Callable[[str], None]) -> Manifest | None:
-    """Make the output directory hold this plan; return the manifest if the dataset is already there."""
-    data = store.get("plan.json")
-    if data is None:
-        _check_planless(store, config)
-    if config.finalize and not store.sizes("shards"):
+class ShardFiles(NamedTuple):
+    """A shard that a manifest lists."""
+
+    window: int
+    file: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputState:
+    """What an output directory holds."""
+
+    location: str
+    sizes: Mapping[str, Mapping[str, int]]
+    'Bytes by name, of the directories "" (the root), shards and tokenizer.'
+    plan: bytes | None
+    manifest: Manifest | None
+    "None where there is none, or a damaged one, or where its list of shards is damaged."
+    shards: Sequence[ShardFiles]
+    "What the manifest lists."
+    small: Mapping[str, bytes]
+    "Content of the files for `datasets` and of the tokenizer's, by name in the dataset."
+    windows: Mapping[int, CommittedWindow]
+    "The windows whose sidecar is intact."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do with an output directory."""
+
+    action: Literal["start", "continue", "finished"]
+    remove: tuple[str, ...] = ()
+    "Files to remove before anything is written, in this order."
+    manifest: Manifest | None = None
+    "Of the finished dataset."
+
+
+def read_output(store: Store, wanted: Collection[int] = ()) -> OutputState:
+    """Read all that decisions need; no other function of a build's driver reads a file there.
+
+    Args:
+        store: The directory.
+        wanted: Windows whose sidecars are read, besides those of streamed files.
+    """
+    sizes = {directory: store.sizes(directory) for directory in ("", "shards", "tokenizer")}
+    plan = store.get("plan.json") if "plan.json" in sizes[""] else None
+    manifest, shards = _read_manifest(store) if "manifest.json" in sizes[""] else (None, [])
+    names = [name for name in DATASETS_FILES if name in sizes[""]]
+    names += [f"tokenizer/{name}" for name in FILES if name in sizes["tokenizer"]]
+    small = {name: store.get(name) for name in names} if plan is not None else {}
+    num_planned = len((_own(plan) or {}).get("windows", ()))
+    windows = {}
+    for name in sizes["shards"] if plan is not None else ():
+        match = SHARD_FILE.fullmatch(name)
+        if match and match[2] == ".json" and (int(match[1]) in wanted or int(match[1]) >= num_planned):
+            try:
+                sidecar = read_sidecar(store, int(match[1]))
+            except FormatError:  # damaged: the window is built again
+                continue
+            if sidecar is not None:
+                windows[int(match[1])] = committed_window(sidecar)
+    return OutputState(
+        location=store.location,
+        sizes=sizes,
+        plan=plan,
+        manifest=manifest,
+        shards=shards,
+        small={name: content for name, content in small.items() if content is not None},
+        windows=windows,
+    )
+
+
+def _read_manifest(store: Store) -> tuple[Manifest | None, list[ShardFiles]]:
+    try:
+        manifest = parse_manifest(store.get("manifest.json") or b"", f"{store.location}/manifest.json")
+        listed = list_shards(store, manifest)
+        return manifest, [ShardFiles(shard["window"], shard["file"], shard["bytes"]) for shard in listed]
+    except FormatError:
+        return None, []
+
+
+def decide(state: OutputState, config: BuildConfig, job: Job) -> Decision:
+    """Say what a build does with what is there.
+
+    Raises:
+        PackError: What is there is not this build's to continue or to replace.
+    """
+    if config.finalize and not state.sizes["shards"]:
         raise PackError(
-            f"{config.out}: --finalize found no window there; expected those that the parts of the build made. "
-            "Run every part first: --windows i::n."
+            f"{state.location}: `finalize=True` found no window there; expected those that the parts of the build "
+            "made. Run every part first: --windows i::n."
         )
-    if config.overwrite or (data is not None and _abandoned(store, data, config)):
-        if data is not None or store.size("manifest.json") is not None:
-            store.clear()
-    elif data is not None:
-        _check_same(data, config, job)
-        manifest = whole_manifest(store)
-        _refuse_strays(store, manifest)
-        lost = {} if manifest is None else _lost_files(store, job, manifest)
-        if (manifest is None or lost != {}) and not (config.resume or config.windows or config.finalize):
+    if _own(state.plan) is None:
+        return _decide_without_plan(state, config)
+    manifest = whole_manifest(state)
+    _refuse_strays(state, manifest)
+    if config.overwrite:
+        return Decision(action="start", remove=owned_files(state))
+    plan = parse_plan(state.plan or b"", f"{state.location}/plan.json")
+    if plan_id(plan) != job.plan_id:
+        if (
+            not state.sizes["shards"] and "manifest.json" not in state.sizes[""]
+        ):  # that build failed before it had written anything
+            return Decision(action="start", remove=owned_files(state))
+        raise _another_build(state, config, differences(plan, job.plan))
+    if reads_stdin(job):
+        raise PackError(
+            f"{state.location}: holds a build from stdin, which cannot be read again; expected an empty or absent "
+            "directory. Choose another `out`, or `overwrite=True`."
+        )
+    if manifest is not None and _is_complete(state, job, manifest):
+        return Decision(action="finished", manifest=manifest)
+    damaged = "manifest.json" in state.sizes[""]
+    begun = state.sizes["shards"] or damaged
+    if begun and not (config.resume or config.windows or config.finalize):
+        raise PackError(
+            f"{state.location}: holds an unfinished or damaged build of this plan. "
+            "Add `resume=True` to build what is missing, or `overwrite=True`."
+        )
+    return Decision(action="continue", remove=("manifest.json",) if damaged else ())
+
+
+def _decide_without_plan(state: OutputState, config: BuildConfig) -> Decision:
+    if state.manifest is not None:
+        if not config.overwrite:
             raise PackError(
-                f"{config.out}: holds an unfinished or damaged build of this plan. "
-                "Add --resume to build what is missing, or --overwrite."
+                f"{state.location}: plan.json is missing beside manifest.json; expected the plan of the dataset. "
+                "Put it back, or build again with `overwrite=True`."
             )
-        if manifest is not None and lost is not None:
-            _restore(store, lost, say)
-            say(f"{config.out}: is already built (dataset {manifest['dataset_id'][:12]}); nothing to do")
-            return manifest
-        store.remove("manifest.json")
+        _refuse_strays(state, whole_manifest(state))
+        return Decision(action="start", remove=owned_files(state))
+    strangers = [name for name in state.sizes[""] if name not in (TMP, "shards", "tokenizer", lock.NAME)]
+    strangers += [f"{directory}/{name}" for directory in ("shards", "tokenizer") for name in state.sizes[directory]]
+    if strangers:
+        raise PackError(
+            f"{state.location}: holds something else ({', '.join(sorted(strangers)[:3])}); expected an empty or absent "
+            "directory. Choose another `out`."
+        )
+    return Decision(action="start")
+
+
+def prepare(store: Store, state: OutputState, decision: Decision, job: Job) -> None:
+    """Make the directory hold this plan: remove what was decided, then write the plan and after it the tokenizer."""
+    for name in decision.remove:
+        store.remove(name)
     store.create()
     store.sweep()
-    for name, content in job.tokenizer_files.items():
-        if store.get(f"tokenizer/{name}") != content:
-            store.put(f"tokenizer/{name}", content)
-    if store.get("plan.json") is None:
+    if decision.action == "start" or state.plan is None:
         store.put("plan.json", canonical(job.plan))
-    return None
+    for name, content in job.tokenizer_files.items():
+        path = f"tokenizer/{name}"
+        if path in decision.remove or state.small.get(path) != content:
+            store.put(path, content)
 
 
-def _check_planless(store: Store, config: BuildConfig) -> None:
-    """Refuse a directory without a plan where it holds what is not ours, or a dataset that lost its plan."""
-    try:
-        dataset = unseal(store.get("manifest.json") or b"", "manifest.json", "F1").get("format") == FORMAT
-    except FormatError:
-        dataset = False
-    if dataset and not config.overwrite:
-        raise PackError(
-            f"{config.out}: plan.json is missing beside manifest.json; expected the plan of the dataset. "
-            "Put it back, or build again with --overwrite."
-        )
-    if not dataset and (strangers := sorted(store.sizes("").keys() - {"_tmp", "shards", "tokenizer"})):
-        raise PackError(
-            f"{config.out}: holds something else ({', '.join(strangers[:3])}); expected an empty or absent directory. "
-            "Choose another --out."
-        )
+def owned_files(state: OutputState) -> tuple[str, ...]:
+    """Return the files that builds wrote there, in the order of removal: what makes a dataset first, the plan last.
+
+    A shard or sidecar is a build's where its window is one of the plan there, or where the manifest lists it; a
+    tokenizer file where a build writes one of that name. Without a plan or manifest of this format nothing is.
+    """
+    plan, manifest = _own(state.plan), state.manifest
+    if plan is None and manifest is None:
+        return ()
+    listed = _listed(state)
+    owned = [name for name in ROOT_FILES if name in state.sizes[""]]
+    for name in state.sizes["shards"]:
+        match = SHARD_FILE.fullmatch(name)
+        if match and (f"shards/{name}" in listed or (plan is not None and _is_planned(plan, int(match[1])))):
+            owned.append(f"shards/{name}")
+    names = {*FILES, *(manifest["tokenizer_files"] if manifest is not None else ())}
+    owned += [f"tokenizer/{name}" for name in state.sizes["tokenizer"] if name in names]
+    return (*owned, *(["plan.json"] if plan is not None else []))
 
 
-def _refuse_strays(store: Store, manifest: Manifest | None) -> None:
+def leftovers(store: Store, kept: Collection[str], num_windows: int) -> list[str]:
+    """Return files of this build's windows that are not among the `kept` ones: attempts that crashed or were redone."""
+    found = []
+    for name in store.sizes("shards"):
+        match = SHARD_FILE.fullmatch(name)
+        if match and int(match[1]) < num_windows and f"shards/{name}" not in kept:
+            found.append(f"shards/{name}")
+    return found
+
+
+def _is_planned(plan: dict[str, Any], window: int) -> bool:
+    """Whether a plan has a window of this number; streamed files have as many as reading them gives."""
+    streamed = any(
+        file["compression"] is not None
+        or file["fingerprint"] == ""
+        or file["format"] in ("json", "csv", "tsv", "arrow")
+        for source in plan["sources"]
+        for file in source["files"]
+    )
+    return streamed or window < len(plan["windows"])
+
+
+def _refuse_strays(state: OutputState, manifest: Manifest | None) -> None:
     """Refuse files among a dataset's own that are not of it: they would break its rules, and are not ours to remove."""
-    if manifest is None:
-        strays = [f"shards/{name}" for name in store.sizes("shards") if not OWN.fullmatch(name)]
-    else:
-        shards = list_shards(store, manifest)
-        listed = {shard["file"] for shard in shards} | {sidecar_name(shard["window"]) for shard in shards}
-        listed |= {f"tokenizer/{name}" for name in manifest["tokenizer_files"]}
-        there = [f"{directory}/{name}" for directory in ("shards", "tokenizer") for name in store.sizes(directory)]
-        strays = [name for name in there if name not in listed]
+    own = _listed(state) if manifest is not None else set(owned_files(state))
+    there = [f"{directory}/{name}" for directory in ("shards", "tokenizer") for name in state.sizes[directory]]
+    strays = sorted(name for name in there if name not in own)
     if strays:
         more = f" and {len(strays) - 3} more" if len(strays) > 3 else ""
         raise PackError(
-            f"{store.location}: holds {', '.join(sorted(strays)[:3])}{more}; expected no file there beside those of "
+            f"{state.location}: holds {', '.join(strays[:3])}{more}; expected no file there beside those of "
             "the dataset. Move them away, then run the same command again."
         )
 
 
-def _lost_files(store: Store, job: Job, manifest: Manifest) -> dict[str, bytes] | None:
-    """Return what a dataset whose shards are whole lacks beside them, by name; None where it must be committed anew."""
-    files = [shard["file"] for shard in list_shards(store, manifest)]
-    contents = datasets_files(job.plan, manifest["dataset_id"], files)
+def _listed(state: OutputState) -> set[str]:
+    """Return the files in shards/ and tokenizer/ that the manifest accounts for."""
+    listed = {shard.file for shard in state.shards} | {sidecar_name(shard.window) for shard in state.shards}
+    tokenizer = () if state.manifest is None else state.manifest["tokenizer_files"]
+    return listed | {f"tokenizer/{name}" for name in tokenizer}
+
+
+def _is_complete(state: OutputState, job: Job, manifest: Manifest) -> bool:
+    """Whether the small files beside whole shards are as they were written; if not, the commit is done again."""
+    contents = datasets_files(job.plan, manifest["dataset_id"], [shard.file for shard in state.shards])
     expected = {name: canonical(content) for name, content in contents.items()}
-    lost = {name: content for name, content in expected.items() if store.get(name) != content}
-    ours = digest_files(job.tokenizer_files)  # the same tokenizer may be written otherwise now
-    for name, digest in manifest["tokenizer_files"].items():
-        there = store.get(f"tokenizer/{name}")
-        if there is None or xxhash.xxh3_128_hexdigest(there) != digest:
-            if ours.get(name) != digest:
-                return None
-            lost[f"tokenizer/{name}"] = job.tokenizer_files[name]
-    return lost
+    digests = {f"tokenizer/{name}": digest for name, digest in manifest["tokenizer_files"].items()}
+    return all(state.small.get(name) == content for name, content in expected.items()) and all(
+        name in state.small and xxhash.xxh3_128_hexdigest(state.small[name]) == digest
+        for name, digest in digests.items()
+    )
 
 
-def _restore(store: Store, lost: dict[str, bytes], say: Callable[[str], None]) -> None:
-    """Write again what is lost of a dataset whose shards are whole."""
-    if not lost:
-        return
-    store.create()
-    for name, content in lost.items():
-        store.put(name, content)
-    store.sweep(everything=True)
-    say(f"{store.location}: wrote again {', '.join(lost)}")
-
-
-def _abandoned(store: Store, data: bytes, config: BuildConfig) -> bool:
-    """Whether all that is there is the plan of a build that failed before it had written anything."""
-    parse_plan(data, f"{config.out}/plan.json")  # or it is no plan, and not ours to remove
-    if config.windows:  # another part of the same build may be about to write
-        return False
-    return not (store.sizes("shards") or store.sizes("_tmp") or store.size("manifest.json"))
-
-
-def _check_same(data: bytes, config: BuildConfig, job: Job) -> None:
-    """Refuse a directory whose plan is another one, or one that read what cannot be read again."""
-    old = parse_plan(data, f"{config.out}/plan.json")
-    if plan_id(old) != job.plan_id:
-        changes = differences(old, job.plan)
-        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
-        remove = "remove" if config.windows or config.finalize else "--overwrite"
-        raise PackError(
-            f"{config.out}: holds another build: {'; '.join(changes[:3])}{more}. "
-            f"Choose another --out, {remove} what is there, or repeat its files and options."
-        )
-    if reads_stdin(job):
-        raise PackError(
-            f"{config.out}: holds a build from stdin, which cannot be read again; expected an empty or absent "
-            "directory. Choose another --out, or --overwrite."
-        )
+def _another_build(state: OutputState, config: BuildConfig, changes: list[str]) -> PackError:
+    more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+    remove = "remove what is there" if config.windows or config.finalize else "add `overwrite=True`"
+    return PackError(
+        f"{state.location}: holds another build: {'; '.join(changes[:3])}{more}. "
+        f"Choose another `out`, {remove}, or repeat its files and options."
+    )
 
 
 def reads_stdin(job: Job) -> bool:
-    """Whether any source of the build is standard input, which cannot be read twice."""
+    """Whether a source is standard input, which can be read once."""
     return any(file.location == "-" for source in job.sources for file in source.files)
 
 
-def whole_manifest(store: Store) -> Manifest | None:
+def whole_manifest(state: OutputState) -> Manifest | None:
     """Return the manifest, unless it is damaged or a file that it lists is missing or has another size."""
-    data = store.get("manifest.json")
-    if data is None:
+    manifest = state.manifest
+    if manifest is None:
         return None
-    try:
-        manifest = parse_manifest(data, f"{store.location}/manifest.json")
-        shards = list_shards(store, manifest)
-    except FormatError:
-        return None
-    there = {f"shards/{name}": size for name, size in store.sizes("shards").items()}
-    whole = store.size(INDEX_FILE) == manifest["index"]["bytes"] and all(
-        there.get(shard["file"]) == shard["bytes"] and sidecar_name(shard["window"]) in there for shard in shards
+    there = {f"shards/{name}": size for name, size in state.sizes["shards"].items()}
+    whole = state.sizes[""].get(INDEX_FILE) == manifest["index"]["bytes"] and all(
+        there.get(shard.file) == shard.bytes and sidecar_name(shard.window) in there for shard in state.shards
     )
     return manifest if whole else None
 
 
 def finished_dataset(store: Store, job: Job) -> Manifest | None:
-    """Return the manifest of this plan's whole dataset, if it is there."""
-    manifest = whole_manifest(store)
+    """Return the manifest of this plan's whole dataset, if another builder of the plan was faster."""
+    manifest = whole_manifest(read_output(store))
     return manifest if manifest is not None and manifest["plan_id"] == job.plan_id else None
+
+
+def _own(data: bytes | None) -> dict[str, Any] | None:
+    """Parse a plan of this format, of any version; None for anything else."""
+    try:
+        plan = json.loads(data or b"")
+    except ValueError:
+        return None
+    return plan if isinstance(plan, dict) and plan.get("format") == FORMAT else None

@@ -2,8 +2,20 @@
 
 from typing import Any
 
-from pipeline.building.driver import Progress
 from shards.text import printable
+
+
+class Progress:
+    """Progress callbacks of a build; the default does nothing."""
+
+    def begin(self, raw_bytes: int | None) -> None:
+        """Take the size of the corpus in bytes, where it is known."""
+
+    def on_progress(self, documents: int, tokens: int, raw_bytes: int) -> None:
+        """Count a window that is done."""
+
+    def on_message(self, message: str) -> None:
+        """Take one line for a person."""
 
 
 class RichProgress(Progress):
@@ -14,12 +26,13 @@ class RichProgress(Progress):
     """
 
     def __init__(self, show: bool | None) -> None:
+        from rich import progress as rich_progress
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self.console = Console(stderr=True)
         self.show = self.console.is_terminal if show is None else show
-        self.bar = Progress(
+        self.bar = rich_progress.Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
@@ -45,7 +58,7 @@ class RichProgress(Progress):
         """Draw the bar."""
         self.task = self.bar.add_task("building", total=raw_bytes, figures="")
 
-    def tick(self, documents: int, tokens: int, raw_bytes: int) -> None:
+    def on_progress(self, documents: int, tokens: int, raw_bytes: int) -> None:
         """Move the bar."""
         self.documents, self.tokens = self.documents + documents, self.tokens + tokens
         self.raw_bytes += raw_bytes
@@ -54,6 +67,6 @@ class RichProgress(Progress):
         figures = f"{self.documents:,} documents  {speeds}"
         self.bar.update(self.task, advance=raw_bytes, figures=figures)
 
-    def say(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         """Show one line, on a terminal or not."""
         self.console.print(printable(message), markup=False, highlight=False, soft_wrap=True)

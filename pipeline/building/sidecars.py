@@ -1,7 +1,7 @@
 """What the sidecars of a build say together, before its commit.
 
-Bad records are tallied against the limit; windows that a fast tokenizer engine wrote are named, lest it lied anywhere;
-and a dataset that would have hardly anything to train on is refused with the likely cause.
+Bad records are counted against the limit; the windows that a fast engine tokenized are noted, so that they can be built
+again if its ids ever differ; and a dataset with hardly anything to train on is refused with the likely cause.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pipeline.documents.encoder import REFERENCE
 from pipeline.documents.make import explain_no_targets
 from pipeline.formatting import format_reasons
-from pipeline.sources.windows import Source
+from pipeline.sources.windows import Slice, Source
 from shards.counts import Counts, add_counts, empty_counts
 from shards.errors import PackError, counted
 from shards.publish import Store
@@ -40,40 +40,77 @@ class Tally:
         """Raise PackError where the share of bad records is above the limit."""
         if self.rejected > self.limit * self.read:
             raise PackError(
-                f"{self.rejected:,} bad of {counted(self.read, 'record')}, more than --max-rejected {self.limit:g}"
-                f"{self.example}; the sidecars in shards/ list them. Mend the corpus, or raise the limit and --resume."
+                f"{self.rejected:,} bad of {counted(self.read, 'record')}, more than `max_rejected` {self.limit:g}"
+                f"{self.example}; the sidecars in shards/ list them. "
+                "Fix the corpus, or raise the limit and add `resume=True`."
             )
 
 
-class Survey(NamedTuple):
+class CommittedWindow(NamedTuple):
+    """What a sidecar says that continuing a build needs."""
+
+    window: int
+    source: str
+    plan_id: str
+    shard: str
+    "Name of its file in shards/."
+    shard_bytes: int
+    counts: Counts
+    raw_bytes: int
+    input_xxh3: str
+    "Hash of all that the window read."
+    slices: tuple[Slice, ...]
+    marks: list[list[int]]
+    "[file, time of change in ns, inode] of the files as they were read."
+
+
+def committed_window(sidecar: Sidecar) -> CommittedWindow:
+    """Return what continuing a build needs of a sidecar."""
+    return CommittedWindow(
+        window=sidecar["window"],
+        source=sidecar["source"],
+        plan_id=sidecar["plan_id"],
+        shard=sidecar["shard"]["file"].removeprefix("shards/"),
+        shard_bytes=sidecar["shard"]["bytes"],
+        counts=sidecar["counts"],
+        raw_bytes=sidecar["raw_bytes"],
+        input_xxh3=sidecar["input_xxh3"],
+        slices=tuple(Slice(*span[:3]) for span in sidecar["spans"]),
+        marks=sidecar["facts"].get("files", []),
+    )
+
+
+class SidecarSummary(NamedTuple):
     """What the sidecars of a build say together."""
 
     totals: Counts
-    kept: set[str]
+    files: set[str]
     "Files in shards/ that belong to the dataset."
-    suspects: set[int]
+    fast_windows: set[int]
     "Windows that a fast tokenizer engine wrote."
-    lied: bool
+    engine_differed: bool
     "Whether it gave other ids than the reference in any window."
     trained_end_ids: set[int]
     "End marks that answers and documents were trained to end in: where a model made of them will stop."
     spelled_controls: dict[str, Any]
     "How many `texts` spell a control token without becoming one, and an `example`; empty where none does."
+    windows: list[CommittedWindow]
 
 
-def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
+def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejected: float) -> SidecarSummary:
     """Read every sidecar.
 
     Raises:
-        PackError: A window is missing, or too many records are bad.
+        PackError: A window is missing or of another plan, or too many records are bad.
     """
-    kept: set[str] = set()
-    suspects: set[int] = set()
+    files: set[str] = set()
+    fast_windows: set[int] = set()
     trained_end_ids: set[int] = set()
     spelled_controls: dict[str, Any] = {}
-    totals, tally, lied = empty_counts(), Tally(max_rejected), False
-    for sidecar in all_sidecars(store, num_windows):
-        kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
+    windows: list[CommittedWindow] = []
+    totals, tally, engine_differed = empty_counts(), Tally(max_rejected), False
+    for sidecar in all_sidecars(store, plan_id, num_windows):
+        files |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
         totals = add_counts(totals, sidecar["counts"])
         tally.add(sidecar["counts"], sidecar["rejected"])
         trained_end_ids |= set(sidecar["facts"].get("trained_end_ids", ()))
@@ -81,44 +118,58 @@ def take_survey(store: Store, num_windows: int, max_rejected: float) -> Survey:
             texts = spelled_controls.get("texts", 0) + spelled["texts"]
             spelled_controls = {"example": spelled["example"], **spelled_controls, "texts": texts}
         fact = sidecar["facts"]["tokenizer"]
-        lied |= fact["guard"]["result"] == "differs"
+        engine_differed |= fact["guard"]["result"] == "differs"
         if fact["engine"] != REFERENCE:
-            suspects.add(sidecar["window"])
+            fast_windows.add(sidecar["window"])
+        windows.append(committed_window(sidecar))
     tally.check()
-    return Survey(totals, kept, suspects, lied, trained_end_ids, spelled_controls)
+    return SidecarSummary(totals, files, fast_windows, engine_differed, trained_end_ids, spelled_controls, windows)
 
 
-def all_sidecars(store: Store, num_windows: int) -> Iterator[Sidecar]:
+def all_sidecars(store: Store, plan_id: str, num_windows: int) -> Iterator[Sidecar]:
     """Yield the sidecars in window order.
 
     Raises:
-        PackError: A window is missing.
+        PackError: A window is missing, or of another plan.
     """
     for window in range(num_windows):
         sidecar = read_sidecar(store, window)
         if sidecar is None:
             raise PackError(
-                f"{store.location}: window {window} of {num_windows} is missing. Run the build again with --resume, or "
-                f"in a job array the part that has it (--windows i::n, where i is {window} modulo n)."
+                f"{store.location}: window {window} of {num_windows} is missing. Run the build again with "
+                f"`resume=True`, or in a job array the part that has it (--windows i::n, where i is {window} modulo n)."
+            )
+        if sidecar["plan_id"] != plan_id:
+            raise PackError(
+                f"{store.location}: window {window} is of plan {sidecar['plan_id'][:12]}; expected {plan_id[:12]}. "
+                "Another build wrote there. Run the build again with `resume=True`, and one build at a time."
             )
         yield sidecar
 
 
+class NothingToTrainError(PackError):
+    """A build whose dataset nobody could train on."""
+
+
 def check_totals(totals: Counts, sources: list[Source]) -> None:
-    """Stop where nothing is left to train on, or hardly anything has a target."""
+    """Stop where nothing is left to train on, or hardly anything has a target.
+
+    Raises:
+        NothingToTrainError: With the likely cause.
+    """
     documents, dropped = totals["documents"], totals["documents"]["dropped"]
     without = dropped.get("no_target", 0)
     if without * 2 > documents["read"] - dropped.get("empty", 0) - dropped.get("rejected", 0):
         causes = {explain_no_targets(source.options) for source in sources}
-        raise PackError(
+        raise NothingToTrainError(
             f"no target in {without:,} of {counted(documents['read'], 'document')}; expected one in most of them. "
-            f"{' '.join(sorted(causes))} (--keep-no-target packs them all the same.)"
+            f"{' '.join(sorted(causes))} (`keep_no_target=True` packs them all the same.)"
         )
     if not documents["packed"]:
         names, why = ", ".join(source.name for source in sources), format_reasons(dropped)
-        too_long = "Raise --seq-len, or choose another --overlong."
+        too_long = "Raise `seq_len`, or choose another `overlong`."
         remedy = too_long if "overlong" in dropped else "Check the files and the field names."
-        raise PackError(
+        raise NothingToTrainError(
             f"{names}: no document to pack ({counted(documents['read'], 'record')} read{why and ': '}{why}); "
             f"expected at least one. {remedy}"
         )

@@ -1,14 +1,14 @@
-"""Where the seconds of a build go: read, parse, tokenize, pack, gather, write, hash (and load, wait of the driver)."""
+"""Where the seconds of a build go: load, read, tokenize, pack, assemble, write (and wait, of the driver)."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Stages:
-    """Seconds by stage."""
+    """Seconds by stage, measured where one stage ends and the next begins."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -19,16 +19,4 @@ class Stages:
         try:
             yield
         finally:
-            self._add(name, time.perf_counter() - begin)
-
-    def inside(self, outer: str) -> Callable[[str, float], None]:
-        """Return a function that books seconds under a name of their own, not under the stage around them."""
-
-        def book(name: str, seconds: float) -> None:
-            self._add(name, seconds)
-            self._add(outer, -seconds)
-
-        return book
-
-    def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin

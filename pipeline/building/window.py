@@ -1,18 +1,18 @@
 """One window: a fixed slice of the corpus becomes one shard and its sidecar.
 
-A window is a pure function of (plan, window number): read, tokenize, cut, pack, gather, write. Nothing crosses windows,
-so any number of workers, any engine and any interruption give the same bytes; the price is one under-filled pack per
-window. Peak memory is a small multiple of the window's bytes, whatever the size of the corpus.
+A window is a pure function of (plan, window number): read, tokenize, cut, pack, assemble, write. Nothing crosses
+windows, so any number of workers, any engine and any interruption give the same bytes; the price is one under-filled
+pack per window. Peak memory is a small multiple of the window's bytes, whatever the size of the corpus.
 """
 
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from pipeline.building.inputs import file_marks
 from pipeline.building.stages import Stages
 from pipeline.documents.make import DocumentMaker
 from pipeline.packing.accounting import cut_documents
@@ -31,7 +31,6 @@ from shards.sidecar import MAX_LONGEST, Rejection, make_sidecar, sidecar_name
 from shards.writer import write_shard
 
 MANY_TOKENS = 1 << 21  # from here on machine code pays for being loaded
-Tick = Callable[[int, int, int], None]  # documents, tokens, raw bytes done since the last call
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Job:
     on_error: str
 
 
-def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages: Stages, tick: Tick) -> dict[str, Any]:
+def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages: Stages) -> dict[str, Any]:
     """Build, publish and commit one window.
 
     Args:
@@ -74,22 +73,22 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         store: Where to publish.
         maker: Makes the documents of this window's source, with the process's tokenizer.
         stages: Where the seconds of each stage are added.
-        tick: Called as documents are done.
 
     Returns:
         What the driver keeps count of: window, counts, raw_bytes, busy_s.
     """
     source = job.sources[task.source]
     reader = WindowReader(source, task.slices, on_error=job.on_error, payloads=task.payloads)
+    marks = file_marks(source, task.slices)  # before reading: what changes from now on is noticed
     encoder = maker.encoder
     trusted = not encoder.guard_failed
     encoder.spelled.take()
     limit = job.plan["seq_len"]
-    documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
+    documents, dropped = read_documents(reader, maker, task.window, stages, limit)
     if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
         encoder.spelled.take()
         reader = WindowReader(source, task.slices, on_error=job.on_error, payloads=task.payloads)
-        documents, dropped = read_documents(reader, maker, task.window, stages, tick, limit)
+        documents, dropped = read_documents(reader, maker, task.window, stages, limit)
     layout = layout_of(job.plan)
     if len(documents.input_ids) > MANY_TOKENS:
         with stages.time("load"):
@@ -101,7 +100,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         slots = align_up(segments.length, layout.align)
         bins = packer(slots, layout.seq_len, seed=job.plan["seed"] + task.window, **limits)
         bound = lower_bound(slots, layout.seq_len, **limits)
-    with stages.time("gather"):
+    with stages.time("assemble"):
         rows = assemble_rows(documents, segments, bins, layout)
     counts: Counts = {
         "documents": {
@@ -118,7 +117,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
     overlong = np.flatnonzero(lengths > layout.seq_len)
     longest = overlong[np.argsort(-lengths[overlong], kind="stable")[:MAX_LONGEST]]
     with stages.time("write"):
-        shard = write_shard(store, layout, job.plan_id, task.window, rows, spent=stages.inside("write"))
+        shard = write_shard(store, layout, job.plan_id, task.window, rows)
     sidecar = make_sidecar(
         plan_id=job.plan_id,
         window=task.window,
@@ -138,6 +137,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
             "tokenizer": encoder.facts(),
             "trained_end_ids": maker.trained_ends(documents),
             "spelled_controls": encoder.spelled.take(),
+            "files": marks,
             "host": platform.node(),
             "pid": os.getpid(),
             "stages_s": {name: round(seconds, 6) for name, seconds in stages.seconds.items()},
@@ -162,7 +162,6 @@ def read_documents(
     maker: DocumentMaker,
     window: int,
     stages: Stages,
-    tick: Tick,
     seq_len: int | None = None,
 ) -> tuple[Documents, dict[str, int]]:
     """Read and tokenize a window; return its documents, and how many records gave none, by reason.
@@ -172,7 +171,6 @@ def read_documents(
     options = reader.source.options
     parts: list[Documents] = []
     dropped: dict[str, int] = {}
-    reader.spent = stages.inside("read")
     batches = iter(reader)
     while True:
         with stages.time("read"):
@@ -186,10 +184,9 @@ def read_documents(
         for reason, number in drops.items():
             dropped[reason] = dropped.get(reason, 0) + number
         parts.append(documents)
-        tick(len(batch.indices), len(documents.input_ids), batch.raw_bytes)
     if reader.rejected:
         dropped["rejected"] = len(reader.rejected)
-    with stages.time("gather"):
+    with stages.time("assemble"):
         return concatenate(parts, window), dropped
 
 
@@ -200,5 +197,5 @@ def _check_lengths(documents: Documents, batch: RecordBatch, seq_len: int) -> No
     if len(over):
         raise PackError(
             f"{batch.where(int(documents.doc_ids[over[0]]))}: has {lengths[over[0]]:,} tokens; expected at most "
-            f"{seq_len:,}. Choose another --overlong (split, truncate, drop) or a larger --seq-len."
+            f"{seq_len:,}. Choose another `overlong` (split, truncate, drop) or a larger `seq_len`."
         )

@@ -100,7 +100,7 @@ def test_the_balance_sheet_counts_every_document_and_token(tmp_path, tokenizer_d
     totals = {}
     for policy in ("split", "truncate", "drop"):
         out = tmp_path / policy
-        manifest = build(config(path, tokenizer_dir, out, seq_len=40, records=RecordOptions(overlong=policy)))
+        manifest = build(config(path, tokenizer_dir, out, seq_len=40, records=RecordOptions(overlong=policy))).manifest
         totals[policy] = manifest["totals"]
         assert verify(out).ok
     tokenizer = Tokenizer.from_file(f"{tokenizer_dir}/tokenizer.json")
@@ -129,8 +129,8 @@ def test_overlong_error_names_the_record(tmp_path, tokenizer_dir):
 
 def test_the_same_command_twice_gives_the_same_bytes_and_id(tmp_path, tokenizer_dir):
     path = write_jsonl(tmp_path / "c.jsonl", corpus(300))
-    first = build(config(path, tokenizer_dir, tmp_path / "a", window_bytes=8192))
-    second = build(config(path, tokenizer_dir, tmp_path / "b", window_bytes=8192))
+    first = build(config(path, tokenizer_dir, tmp_path / "a", window_bytes=8192)).manifest
+    second = build(config(path, tokenizer_dir, tmp_path / "b", window_bytes=8192)).manifest
     assert first["dataset_id"] == second["dataset_id"]
     assert first["shards"]["rows"] > 3
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
@@ -140,23 +140,23 @@ def test_another_seed_tokenizer_or_corpus_gives_another_id_but_a_move_does_not(
     tmp_path, tokenizer_dir, other_tokenizer_dir
 ):
     path = write_jsonl(tmp_path / "c.jsonl", corpus(50))
-    ids = [build(config(path, tokenizer_dir, tmp_path / "a"))["dataset_id"]]
-    ids.append(build(config(path, tokenizer_dir, tmp_path / "b", seed=1))["dataset_id"])
-    ids.append(build(config(path, other_tokenizer_dir, tmp_path / "c"))["dataset_id"])
+    ids = [build(config(path, tokenizer_dir, tmp_path / "a")).manifest["dataset_id"]]
+    ids.append(build(config(path, tokenizer_dir, tmp_path / "b", seed=1)).manifest["dataset_id"])
+    ids.append(build(config(path, other_tokenizer_dir, tmp_path / "c")).manifest["dataset_id"])
     (tmp_path / "moved").mkdir()
     os.rename(path, tmp_path / "moved" / "c.jsonl")
-    moved = build(config(tmp_path / "moved" / "c.jsonl", tokenizer_dir, tmp_path / "d"))["dataset_id"]
+    moved = build(config(tmp_path / "moved" / "c.jsonl", tokenizer_dir, tmp_path / "d")).manifest["dataset_id"]
     assert moved == ids[0]
     path = write_jsonl(tmp_path / "c.jsonl", [*corpus(49), "changed"])
-    ids.append(build(config(path, tokenizer_dir, tmp_path / "e"))["dataset_id"])
+    ids.append(build(config(path, tokenizer_dir, tmp_path / "e")).manifest["dataset_id"])
     assert len(set(ids)) == 4
 
 
 @pytest.mark.parametrize("workers", [2, 7])
 def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path, tokenizer_dir, workers):
     path = write_jsonl(tmp_path / "c.jsonl", corpus(200))
-    one = build(config(path, tokenizer_dir, tmp_path / "one", window_bytes=4096))
-    many = build(config(path, tokenizer_dir, tmp_path / "many", window_bytes=4096, workers=workers))
+    one = build(config(path, tokenizer_dir, tmp_path / "one", window_bytes=4096)).manifest
+    many = build(config(path, tokenizer_dir, tmp_path / "many", window_bytes=4096, workers=workers)).manifest
     assert one["dataset_id"] == many["dataset_id"]
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
@@ -209,14 +209,14 @@ def test_datasets_opens_the_result_mapped_with_equal_columns(tmp_path, tokenizer
 
 def test_a_finished_build_is_not_done_again_and_another_plan_is_refused_by_name(tmp_path, tokenizer_dir):
     path = write_jsonl(tmp_path / "c.jsonl", corpus(50))
-    first = build(config(path, tokenizer_dir, tmp_path / "out"))
+    first = build(config(path, tokenizer_dir, tmp_path / "out")).manifest
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
-    again = build(config(path, tokenizer_dir, tmp_path / "out"))
+    again = build(config(path, tokenizer_dir, tmp_path / "out")).manifest
     assert again["dataset_id"] == first["dataset_id"]
     assert times == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
-    with pytest.raises(PackError, match=r"another build: seq_len 128 there, 64 here\. Choose another --out"):
+    with pytest.raises(PackError, match=r"another build: seq_len 128 there, 64 here\. Choose another `out`"):
         build(config(path, tokenizer_dir, tmp_path / "out", seq_len=64))
-    replaced = build(config(path, tokenizer_dir, tmp_path / "out", seq_len=64, overwrite=True))
+    replaced = build(config(path, tokenizer_dir, tmp_path / "out", seq_len=64, overwrite=True)).manifest
     assert replaced["seq_len"] == 64
     assert verify(tmp_path / "out").ok
 
@@ -233,7 +233,7 @@ def test_a_directory_that_holds_something_else_is_left_alone(tmp_path, tokenizer
 
 def test_an_interrupted_build_resumes_to_the_same_bytes(tmp_path, tokenizer_dir, monkeypatch):
     path = write_jsonl(tmp_path / "c.jsonl", corpus(200))
-    clean = build(config(path, tokenizer_dir, tmp_path / "clean", window_bytes=4096))
+    clean = build(config(path, tokenizer_dir, tmp_path / "clean", window_bytes=4096)).manifest
     calls = []
     import pipeline.building.engines
 
@@ -250,11 +250,11 @@ def test_an_interrupted_build_resumes_to_the_same_bytes(tmp_path, tokenizer_dir,
         build(config(path, tokenizer_dir, tmp_path / "out", window_bytes=4096))
     with pytest.raises(PackError, match="holds an unfinished build"):
         Dataset(tmp_path / "out")
-    with pytest.raises(PackError, match="Add --resume"):
+    with pytest.raises(PackError, match="Add `resume=True`"):
         build(config(path, tokenizer_dir, tmp_path / "out", window_bytes=4096))
     calls.clear()
     monkeypatch.setattr(pipeline.building.engines, "run_window", lambda *args: calls.append(1) or real(*args))
-    resumed = build(config(path, tokenizer_dir, tmp_path / "out", window_bytes=4096, resume=True))
+    resumed = build(config(path, tokenizer_dir, tmp_path / "out", window_bytes=4096, resume=True)).manifest
     assert len(calls) == clean["shards"]["rows"] - 2
     assert resumed["dataset_id"] == clean["dataset_id"]
     assert files_of(tmp_path / "clean") == files_of(tmp_path / "out")
@@ -263,12 +263,13 @@ def test_an_interrupted_build_resumes_to_the_same_bytes(tmp_path, tokenizer_dir,
 
 def test_parts_of_a_job_array_make_the_same_dataset(tmp_path, tokenizer_dir):
     path = write_jsonl(tmp_path / "c.jsonl", corpus(200))
-    clean = build(config(path, tokenizer_dir, tmp_path / "clean", window_bytes=4096))
+    clean = build(config(path, tokenizer_dir, tmp_path / "clean", window_bytes=4096)).manifest
     parts = [
         build(config(path, tokenizer_dir, tmp_path / "out", window_bytes=4096, windows=f"{k}::3")) for k in (2, 0, 1)
     ]
-    assert parts[0]["unfinished"] > parts[1]["unfinished"] > 0
-    assert parts[2]["dataset_id"] == clean["dataset_id"]
+    assert parts[0].unfinished > parts[1].unfinished > parts[2].unfinished == 0
+    assert parts[0].manifest is None
+    assert parts[2].manifest["dataset_id"] == clean["dataset_id"]
     assert files_of(tmp_path / "clean") == files_of(tmp_path / "out")
 
 
@@ -371,7 +372,7 @@ def test_a_tilde_behind_an_equals_sign_is_the_home_directory(tmp_path, tokenizer
 def test_too_many_bad_records_stop_the_build(tmp_path, tokenizer_dir):
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"text": "good"}\n' * 3 + b"{}\n")
-    with pytest.raises(PackError, match=r"1 bad of 4 records, more than --max-rejected 0\.01"):
+    with pytest.raises(PackError, match=r"1 bad of 4 records, more than `max_rejected` 0\.01"):
         build(config(path, tokenizer_dir, tmp_path / "out", on_error="skip"))
 
 
@@ -389,7 +390,7 @@ def test_a_corpus_without_documents_is_an_error(tmp_path, tokenizer_dir, content
 
 def test_a_corpus_of_documents_that_are_all_too_long_says_what_to_do(tmp_path, tokenizer_dir):
     path = write_jsonl(tmp_path / "c.jsonl", ["a long text of many words"] * 3)
-    with pytest.raises(PackError, match=r"no document to pack \(3 records read: overlong 3\).* Raise --seq-len, or"):
+    with pytest.raises(PackError, match=r"no document to pack \(3 records read: overlong 3\).* Raise `seq_len`, or"):
         build(config(path, tokenizer_dir, tmp_path / "out", seq_len=4, records=RecordOptions(overlong="drop")))
 
 
@@ -516,7 +517,9 @@ def test_wrapped_refuses_a_policy_for_long_documents_that_it_would_not_heed(tmp_
     assert not (tmp_path / "out").exists()
     for allowed in ("auto", "split"):
         options = {"records": RecordOptions(kind="chat", overlong=allowed), "seq_len": 8}
-        built = build(config(tmp_path / "c.jsonl", tokenizer_dir, tmp_path / allowed, packer="wrapped", **options))
+        built = build(
+            config(tmp_path / "c.jsonl", tokenizer_dir, tmp_path / allowed, packer="wrapped", **options)
+        ).manifest
         assert built["totals"]["documents"]["packed"] == 9
 
 

@@ -22,7 +22,9 @@ def corpus(tmp_path: Path) -> str:
 
 def made(corpus: str, tokenizer_dir: str, out: Path, **records) -> dict:
     options = RecordOptions(**{"kind": "chat", **records})
-    return build(BuildConfig(sources=(corpus,), out=str(out), tokenizer=tokenizer_dir, seq_len=64, records=options))
+    return build(
+        BuildConfig(sources=(corpus,), out=str(out), tokenizer=tokenizer_dir, seq_len=64, records=options)
+    ).manifest
 
 
 def test_the_template_that_rendered_the_rows_lies_in_the_dataset(corpus, tokenizer_dir, tmp_path):

@@ -217,11 +217,11 @@ def test_builds_of_one_plan_into_one_place_all_end_with_the_same_dataset(tmp_pat
     def run_window(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
-            overtaking.append(build(BuildConfig(out=str(tmp_path / "out"), resume=True, **config)))
+            overtaking.append(build(BuildConfig(out=str(tmp_path / "out"), resume=True, **config)).manifest)
         return real(*arguments)
 
     monkeypatch.setattr(pipeline.building.engines, "run_window", run_window)
-    manifest = build(BuildConfig(out=str(tmp_path / "out"), **config))
+    manifest = build(BuildConfig(out=str(tmp_path / "out"), **config)).manifest
     assert manifest["shards"]["rows"] > 4
     assert [each["dataset_id"] for each in overtaking] == [manifest["dataset_id"]]
     assert verify(tmp_path / "out").ok

@@ -37,13 +37,13 @@ def arrow_files(root: Path) -> dict[str, bytes]:
 
 
 def test_ray_gives_the_same_bytes_and_survives_a_killed_worker(cluster, options, tmp_path, monkeypatch):
-    local = build(BuildConfig(out=str(tmp_path / "local"), **options))
+    local = build(BuildConfig(out=str(tmp_path / "local"), **options)).manifest
     (tmp_path / "poison.json").write_text(json.dumps({"window": 2, "times": 1}))
     monkeypatch.syspath_prepend(HERE)
     import poison
 
     monkeypatch.setattr("pipeline.building.engines._ray_task", poison.run_poisoned_ray_task)
-    remote = build(BuildConfig(out=str(tmp_path / "ray"), engine="ray", workers=2, **options))
+    remote = build(BuildConfig(out=str(tmp_path / "ray"), engine="ray", workers=2, **options)).manifest
     assert json.loads((tmp_path / "poison.json").read_text())["times"] == 0
     assert local["shards"]["rows"] > 4
     assert remote["dataset_id"] == local["dataset_id"]
