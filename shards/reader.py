@@ -14,7 +14,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from shards.errors import FormatError, PackError
 from shards.manifest import INDEX_FILE, Manifest
 from shards.plan import Plan, check_version, parse_plan, plan_id
 from shards.publish import Store, unseal
-from shards.records import mismatch
+from shards.records import mismatch, uneven
 from shards.rows import check_rows
 from shards.schema import Layout, layout_of, loss_mask_of, position_ids_of, shard_metadata
 from shards.shard import ArrowBatch, Check, Shard, columns_of
@@ -31,6 +31,7 @@ from shards.tables.mapped import RESTORE, check_size, hash_file, map_table, view
 from shards.tables.shard_list import SHARDS_FILE, SHARDS_SCHEMA, ShardEntry, ShardList, SourceRun
 
 Row = dict[str, Any]
+HISTOGRAMS: tuple[Literal["lengths", "segment_lengths"], ...] = ("lengths", "segment_lengths")
 MAX_MAPS = 2048  # below the usual limits on maps and open files
 MAX_SIZES_CHECKED = 10_000  # shards of which the size is checked at opening: some 20 ms
 
@@ -81,6 +82,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     wrong = mismatch(manifest, Manifest)
     if wrong is None and not (manifest["shards"]["rows"] >= 0 and manifest["index"]["rows"] >= 0):
         wrong = "it counts rows below 0"
+    if wrong is None:
+        histograms = ((source, source[name], name) for source in manifest["sources"] for name in HISTOGRAMS)
+        found = (uneven(table, 3, f"{name} of source {source['name']!r}") for source, table, name in histograms)
+        wrong = next(filter(None, found), None)
     if wrong:
         raise FormatError(f"{where}: {wrong} (rule F1). {RESTORE}", "F1")
     return cast("Manifest", manifest)

@@ -39,6 +39,14 @@ def mismatch(value: Any, kind: Any, where: str = "") -> str | None:
     return f"{where or 'the file'} is a {type(value).__name__}; expected {getattr(expected, '__name__', expected)}"
 
 
+def uneven(rows: list[list[int]], width: int, where: str) -> str | None:
+    """Return which row of a table in JSON has not `width` numbers of 0 or more, or None."""
+    for place, row in enumerate(rows):
+        if len(row) != width or min(row) < 0:
+            return f"{where}[{place}] is {str(row)[:60]}; expected {width} numbers of 0 or more"
+    return None
+
+
 def _record_mismatch(value: Any, kind: Any, where: str) -> str | None:
     if not isinstance(value, dict):
         return f"{where or 'the file'} is a {type(value).__name__}; expected an object"

@@ -14,8 +14,9 @@ from shards.counts import Counts, Histogram
 from shards.errors import FormatError
 from shards.plan import FORMAT, VERSION, check_version
 from shards.publish import Store, unseal
-from shards.records import mismatch
+from shards.records import mismatch, uneven
 
+TABLES = {"lengths": 3, "segment_lengths": 3, "spans": 5}  # tables of a sidecar, and numbers in a row
 MAX_LONGEST = 10  # over-long documents named in a report
 
 
@@ -149,7 +150,9 @@ def read_sidecar(store: Store, window: int) -> Sidecar | None:
     where = f"{store.location}/{name}"
     sidecar = unseal(data, where, "F5")
     check_version(sidecar, where, "F5")
-    if wrong := mismatch(sidecar, Sidecar):
+    wrong = mismatch(sidecar, Sidecar)
+    wrong = wrong or next(filter(None, (uneven(sidecar[name], width, name) for name, width in TABLES.items())), None)
+    if wrong:
         raise FormatError(f"{where}: {wrong} (rule F5). Delete it and build with --resume.", "F5")
     return cast("Sidecar", sidecar)
 

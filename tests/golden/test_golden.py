@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from shards import Dataset, FormatError, verify
+from shards.versions.version_1 import Version1
 
 HERE = Path(__file__).parent
 
@@ -59,3 +60,21 @@ def test_todays_build_of_the_same_corpus_gives_the_same_tables(rebuilt):
 
 def test_todays_build_of_the_same_corpus_has_the_same_identity(rebuilt):
     assert Dataset(rebuilt).dataset_id == Dataset(HERE / "v2").dataset_id
+
+
+def test_version_1_is_read_as_rows_of_version_2():
+    old = Version1(HERE / "v1")
+    rows = [
+        (window, {name: batch.row(name, local).tolist() for name in batch.lists})
+        for window, _, batch in old.batches()
+        for local in range(batch.num_rows)
+    ]
+    new = Dataset(HERE / "v2")
+    assert len(rows) == len(new) == 8
+    for number, (window, columns) in enumerate(rows):
+        expected = new[number]
+        assert window == new.shard_of(number)[0]["window"]
+        assert columns == {name: expected[name].tolist() for name in columns}
+    assert sum(sum(columns["start_targets"]) for _, columns in rows) > 0, "the golden corpus has a cut document"
+    assert old.targets_lost == 0
+    assert {**old.plan, "recipe": 2} == {**new.plan, "recipe": 2} | {"sources": old.plan["sources"]}

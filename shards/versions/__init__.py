@@ -1,0 +1,1 @@
+"""Earlier versions of the format, read only to be upgraded."""
