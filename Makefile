@@ -11,6 +11,9 @@ TORCH_INDEX := $(if $(TORCH_BACKEND),--extra-index-url https://download.pytorch.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(TORCH_INDEX)
 # One thread each: the tests themselves run side by side.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+FLASH_ATTN := flash-attn-4==4.0.0b36
+HOPPER := nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core nvidia-cutlass-dsl-libs-cu13 \
+	quack-kernels apache-tvm-ffi torch-c-dlpack-ext einops cuda-python cuda-bindings cuda-pathfinder triton
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all rehearsal lint docs bench peers constraints clean
@@ -27,9 +30,11 @@ test: .venv/.dev ## Run the tests, the long loops at a reduced count
 test-all: .venv/.dev ## Run every test that this machine can run
 	$(PYTEST) -n $(TEST_WORKERS)
 
-rehearsal: .venv/.dev ## Run the CUDA path without a GPU, beside the kernels' own packages (downloads 250 MB)
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .rehearsal flash-attn-4==4.0.0b36 liger-kernel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .rehearsal/packages liger-kernel triton
+rehearsal: .venv/.dev ## Run the CUDA path without a GPU, beside the kernels' own packages (downloads 600 MB)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .rehearsal $(FLASH_ATTN) liger-kernel
+	rm -rf .rehearsal/packages .rehearsal/hopper
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .rehearsal/packages liger-kernel triton
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .rehearsal/hopper $(FLASH_ATTN) $(HOPPER)
 	$(PYTEST) tests/rehearsal
 
 lint: .venv/.dev ## Check style, types and the generated docs
