@@ -42,7 +42,9 @@ def evaluate(
     summed = torch.zeros((), dtype=torch.float64, device=world.device)
     batches = whole_dataset(dataset, tokens_per_batch, world.rank, world.size)
     with torch.no_grad(), autocast:
-        for batch, _ in feed(dataset, batches, tokens_per_batch, world.device, static_shapes):
+        for batch, _ in feed(
+            dataset, batches, tokens_per_batch, world.device, static_shapes, rectangles=lm.needs_rectangles
+        ):
             summed += module(batch)
     if isinstance(module, FSDPModule):
         module.reshard()  # no backward pass does it here; a gathered model has other parameters than the optimizer

@@ -21,6 +21,7 @@ from shards.cost import PAD_MULTIPLE, attention_pairs, padded_length
 from shards.errors import OptionError
 from shards.order import StepOrder
 from trainer.batch import Batch, HostBuffers, Shape
+from trainer.model.rectangles import plan_rectangles
 
 Note = TypeVar("Note")
 
@@ -116,6 +117,8 @@ class PackLoader:
                 f"(packs in a micro-batch: {smallest // world_size}, processes: {world_size}).",
             )
         self.batches_per_step = self.packs_per_step // smallest  # of this process
+        self.rectangles = False
+        "Whether to plan each batch's rectangles, for models with layers that run on them."
         self.steps_taken = 0
         "Steps handed out whole, over all epochs."
         bucketed = dataset.packer == "bucketed"
@@ -179,8 +182,9 @@ class PackLoader:
                     yield rows, (step, number + 1 if i + 1 == len(step.batches) else None)
 
         for batch, (step, done) in feed(
-            self.dataset, batches(), self.tokens_per_batch, self.device, self.static_shapes, self.sliding_window
-        ):
+            self.dataset, batches(), self.tokens_per_batch, self.device, self.static_shapes, self.sliding_window,
+            self.rectangles,
+        ):  # fmt: skip
             batch["step"] = step
             if done is not None:
                 self.steps_taken = done
@@ -256,6 +260,7 @@ def feed(
     device: torch.device,
     static_shapes: bool = False,
     sliding_window: int | None = None,
+    rectangles: bool = False,
 ) -> Iterator[tuple[Batch, Note]]:
     """Turn pack ids into micro-batches on a device, prepared ahead by one thread.
 
@@ -283,6 +288,8 @@ def feed(
             return None
         rows, note = ahead.popleft()
         figures, num_rows = filler.fill(buffers, rows)
+        if rectangles and num_rows == 1:
+            figures["rectangles"] = plan_rectangles(buffers.cu[: buffers.num_offsets])
         return buffers, figures, num_rows, note
 
     thread = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
@@ -290,6 +297,8 @@ def feed(
         pending = deque(thread.submit(prepare, filler.buffers(pin=device.type == "cuda")) for _ in range(PREFETCH + 1))
         while (prepared := pending.popleft().result()) is not None:
             buffers, figures, num_rows, note = prepared
+            if (planned := figures.get("rectangles")) is not None:
+                figures["rectangles"] = planned.to(device)
             batch = buffers.to_device(device, num_rows) | figures
             pending.append(thread.submit(prepare, buffers))
             yield batch, note

@@ -144,7 +144,7 @@ def load(settled: Settled) -> Run:
     config, world, start = settled.config, settled.world, settled.start
     datasets = [settled.dataset] if settled.eval_dataset is None else [settled.dataset, settled.eval_dataset]
     lm, cost, notes = _model(config, world, datasets)
-    settled.loader.sliding_window = cost.sliding_window
+    settled.loader.sliding_window, settled.loader.rectangles = cost.sliding_window, lm.needs_rectangles
     parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
     optimizer = build_optimizer(lm.model, config)
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes

@@ -8,9 +8,11 @@ model passes through to its layers.
 """
 
 import functools
+import itertools
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shards.errors import ModelError
@@ -26,7 +28,7 @@ _PASSED_ON = frozenset({"sliding_window", "softcap", "s_aux"})
 _HARMLESS = frozenset(
     {
         "position_ids", "position_embeddings", "cache_position", "use_cache", "is_causal",
-        "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic", "return_dict",
+        "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "deterministic", "return_dict",
         "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
         "num_items_in_batch", BACKEND_KEYWORD,
     }
@@ -115,11 +117,57 @@ def packrow(
     chosen: Backends = kwargs.get(BACKEND_KEYWORD) or _default_backend(needs_of(query, key, value, kwargs))
     backend = ATTENTION_BACKENDS[chosen if isinstance(chosen, str) else chosen[q.shape[-1], v.shape[-1]]]
     window = kwargs.get("sliding_window") or 0
+    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    if (chunk := chunk_of(module)) is not None and chunk < longest:
+        cu_seqlens, longest = _chunked(cu_seqlens, chunk), chunk
     out = backend(
-        q, k, v, kwargs["cu_seq_lens_q"], kwargs["max_length_q"], window if window > 0 else None,
+        q, k, v, cu_seqlens, longest, window if window > 0 else None,
         q.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap") or None, kwargs.get("s_aux"),
     )  # fmt: skip
     return out.unsqueeze(0), None
+
+
+_chunks: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+@torch.compiler.disable
+def _chunked(cu_seqlens: Tensor, chunk: int) -> Tensor:
+    """Return `chunk_offsets`, once for all layers of a forward: a host sync on a GPU."""
+    known = _chunks.get(chunk)
+    if known is None or known[0] is not cu_seqlens:
+        known = _chunks[chunk] = cu_seqlens, chunk_offsets(cu_seqlens, chunk)
+    return known[1]
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """Return the tokens of a chunk where a layer attends inside fixed chunks of a document, else None."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if types is None or not isinstance(index, int) or index >= len(types) or types[index] != "chunked_attention":
+        return None
+    size = getattr(config, "attention_chunk_size", None)
+    return size if isinstance(size, int) else None
+
+
+def chunk_offsets(cu_seqlens: Tensor, chunk: int) -> Tensor:
+    """Return the boundaries of chunks inside segments: attention in them is attention in shorter segments.
+
+    Example: segments of 3 and 5 tokens in chunks of 2 have the boundaries 0, 2, 3, 5, 7, 8.
+
+    Args:
+        cu_seqlens: int32 (n + 1,), first 0; repeated offsets stay. Read on the host.
+    """
+    offsets = cu_seqlens.tolist()
+    cut = [0]
+    for begin, end in itertools.pairwise(offsets):
+        cut += [*range(begin + chunk, end, chunk), end]
+    return torch.tensor(cut, dtype=torch.int32).to(cu_seqlens.device, non_blocking=True)
+
+
+def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return the number of each token's segment, int32 (1, tokens), made on the device without a sync."""
+    places = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:], places, right=True).to(torch.int32)[None]
 
 
 def register() -> None:

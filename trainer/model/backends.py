@@ -369,6 +369,8 @@ def pick_backends(name: str, needs: Sequence[Needs], *, prove: bool = False) -> 
     Raises:
         ModelError: As `pick_backend`.
     """
+    if not needs:
+        return {}, ["attention: no layer calls packed attention"]
     kinds = {each.heads: [other for other in needs if other.heads == each.heads] for each in needs}
     chosen = {heads: pick_backend(name, *same, prove=prove) for heads, same in kinds.items()}
     if len(chosen) == 1:

@@ -83,7 +83,10 @@ def _without_attention_dropout(config: Any) -> list[str]:
 
 
 def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, attention: str, *, random: bool) -> Any:
-    """Return the model, with random weights or with its own."""
+    """Return the model, with random weights or with its own.
+
+    One that looks its attention up in a table of its own (GPT-Neo) has no place for `packrow` and gets its plain one.
+    """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -97,6 +100,8 @@ def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, att
                 name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
             )
     except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+            return _build(name, config, dtype, device, "eager", random=random)
         if Path(name).is_dir() and not any(found for kind in _WEIGHTS for found in Path(name).glob(kind)):
             raise ModelError(
                 f"{name}: holds no weights; expected model.safetensors. "
@@ -146,11 +151,13 @@ def load_model(
         notes = _without_attention_dropout(config)
         model = _build(name, config, dtype, device, IMPLEMENTATION, random=random)
         notes += replace_layers(model, liger, device)
-        report = inspect_model(model, name)
+        report = inspect_model(model, name, random=random)
     if report.accepted:
         needs = [replace(each, dtype=compute_dtype or dtype) for each in report.needs]
         backend, lines = pick_backends(attention, needs, prove=True)
-        return LoadedModel(model=model.train(), backend=backend, report=report, notes=[*notes, *lines, *report.notes])
+        return LoadedModel(
+            model=model.train(), backend=backend, report=report, notes=[*report.ways, *notes, *lines, *report.notes]
+        )
     if packed:
         causal = not getattr(config.get_text_config(), "is_encoder_decoder", False)  # no dataset helps those
         advice = "Use another model" + (", or if it is causal, a bucketed dataset." if causal else ".")
@@ -214,7 +221,7 @@ def check_model(name: str) -> ModelReport:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _build(name, small, torch.float32, torch.device("cpu"), IMPLEMENTATION, random=True)
-    report = inspect_model(model, name)
+    report = inspect_model(model, name, random=True)
     text = config.get_text_config()
     report.vocab_size = text.vocab_size
     report.notes += [f"probed on the first {report.num_layers} of {text.num_hidden_layers} layers", *notes]

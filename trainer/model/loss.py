@@ -23,6 +23,7 @@ from trainer.batch import IGNORED
 from trainer.model.attention import BACKEND_KEYWORD
 from trainer.model.backends import Backends
 from trainer.model.liger import fused_cross_entropy
+from trainer.model.unflatten import LAYOUT_KEYWORD, needs_rectangles
 
 
 def _chunk_rows(vocab_size: int, device: torch.device) -> int:
@@ -225,6 +226,7 @@ class PackedLM(nn.Module):
         self.model = model
         self.backend = backend
         self.plain_head = plain_head
+        self.needs_rectangles = needs_rectangles(unwrap(model))
         self.weighting = weighting
         self.z_loss = z_loss
         self.fused = liger != "off" and weighting == "token" and importlib.util.find_spec("liger_kernel") is not None
@@ -234,7 +236,8 @@ class PackedLM(nn.Module):
 
         Args:
             batch: `input_ids`, `position_ids`, `shift_labels` int64 (1, T), `cu_seqlens` int32 (n + 1,), `max_seqlen`
-                int. Or the same of a rectangle (R, P) of right-padded rows, one segment each.
+                int, `rectangles` if a loader planned them. Or the same of a rectangle (R, P) of right-padded
+                rows, one segment each.
             divisor: Targets (weighted by document: segments with targets) of the whole step on all ranks.
 
         Raises:
@@ -246,7 +249,11 @@ class PackedLM(nn.Module):
         return self._summed_loss(inputs, labels, weights) / divisor
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        if self.needs_rectangles:
+            more[LAYOUT_KEYWORD] = batch.get("rectangles")  # without them they are planned now, which waits for a GPU
         return {
+            **more,
             "input_ids": batch["input_ids"].reshape(1, -1),
             "position_ids": batch["position_ids"].reshape(1, -1),
             "cu_seq_lens_q": batch["cu_seqlens"],

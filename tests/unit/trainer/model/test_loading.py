@@ -1,5 +1,6 @@
 """Which models are accepted, which are refused and in what words, and what loading says about them."""
 
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -7,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shards.errors import ModelError
 from trainer.model import isolation as guard
+from trainer.model import unflatten
 from trainer.model.backends import ATTENTION_BACKENDS, Backend
 from trainer.model.loading import check_model, check_segments, check_vocabulary, load_config, load_model
 from trainer.model.loss import PackedLM
+from trainer.model.rectangles import Rectangles
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -75,16 +79,71 @@ ACCEPTED: list[tuple[str, dict[str, Any], int, bool]] = [  # model type, fields,
     ("cohere", {"logit_scale": 0.25}, 2, False),
     ("nanochat", {"final_logit_softcapping": 15.0}, 2, False),
 ]
+RECTANGLES = "run segment by segment, on rectangles"
+WHOLE = f"all layers: {RECTANGLES}, with transformers'"
+HYBRID = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+STATE = {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 16}
+KINDS: list[tuple[str, dict[str, Any], list[str]]] = [  # model type, fields, how each kind of layer is packed
+    ("mamba", {"state_size": 4}, [f"MambaMixer, 2 layers: {RECTANGLES}"]),
+    ("mamba2", STATE, [f"Mamba2Mixer, 2 layers: {RECTANGLES}"]),
+    (
+        "qwen3_next",
+        {**HYBRID, **EXPERTS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+        [
+            "Qwen3NextAttention (heads of 16), 1 layer: packed attention",
+            f"Qwen3NextGatedDeltaNet, 1 layer: {RECTANGLES} (causal_conv1d and fla would be faster)",
+        ],
+    ),
+    (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"]},
+        ["Lfm2Attention (heads of 8), 1 layer: packed attention", f"Lfm2ShortConv, 1 layer: {RECTANGLES}"],
+    ),
+    (
+        "rwkv",
+        {"context_length": 64},
+        [f"RwkvSelfAttention, 2 layers: {RECTANGLES}", f"RwkvFeedForward, 2 layers: {RECTANGLES}"],
+    ),
+    (
+        "granitemoehybrid",
+        {**MAMBA, "layer_types": ["mamba", "attention"]},
+        [
+            "GraniteMoeHybridAttention (heads of 8), 1 layer: packed attention",
+            f"GraniteMoeHybridMambaLayer, 1 layer: {RECTANGLES}",
+        ],
+    ),
+    (
+        "llama4_text",
+        {
+            **EXPERTS, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 16, "no_rope_layers": [1, 1],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+        [
+            "Llama4TextAttention (heads of 8, chunks), 1 layer: packed attention",
+            "Llama4TextAttention (heads of 8), 1 layer: packed attention",
+        ],
+    ),
+    (
+        "gemma4_text",
+        {
+            "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 97, "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        [
+            "Gemma4TextAttention (heads of 8, sliding window), 1 layer: packed attention",
+            "Gemma4TextAttention (heads of 16), 1 layer: packed attention",
+        ],
+    ),
+    ("bloom", {}, [f"{WHOLE} eager"]),
+    ("falcon", {"alibi": True}, [f"{WHOLE} eager"]),
+    ("stablelm", {}, [f"{WHOLE} sdpa"]),
+    ("phimoe", {**EXPERTS, "sliding_window": 16}, [f"{WHOLE} sdpa"]),
+    ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}, [f"{WHOLE} eager"]),
+]  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("mamba", {}, "carries recurrent state"),
-    ("qwen3_next", {}, "carries recurrent state"),
-    ("lfm2", {}, "carries a convolution"),
-    ("qwen3_5_text", {"num_hidden_layers": 4}, "has layers of type linear_attention"),
-    ("granitemoehybrid", {**MAMBA, "layer_types": ["mamba", "attention"]}, "has layers of type"),
-    ("llama4_text", {"num_hidden_layers": 4}, "has layers of type chunked_attention"),
-    ("bloom", {}, "builds a dense mask of its own"),
-    ("falcon", {}, "builds a dense mask of its own"),
-    ("stablelm", {}, "does not hand keyword arguments through"),
+    ("bert", {}, "is not causal: a token sees later ones"),
+    ("t5", {}, "is an encoder-decoder; packed rows train decoders only"),
 ]
 
 
@@ -100,13 +159,25 @@ def test_models_that_are_safe_are_accepted(
     assert "safe to pack" in report.text()
 
 
+@pytest.mark.parametrize(("model_type", "fields", "ways"), KINDS, ids=[each[0] for each in KINDS])
+def test_each_kind_of_layer_is_packed_in_the_first_way_that_is_proven(
+    model_type: str, fields: dict[str, Any], ways: list[str], config: Write
+) -> None:
+    report = check_model(config(model_type, **fields))
+    assert report.reason is None
+    assert [line[: len(way)] for line, way in zip(report.ways, ways, strict=True)] == ways
+    assert report.leak < 1e-6
+    assert report.parity < 1e-4
+    assert all(f"  kind            {way}" in report.text() for way in ways)
+
+
 @pytest.mark.parametrize(("model_type", "fields", "reason"), REFUSED, ids=[each[0] for each in REFUSED])
-def test_models_that_are_not_safe_are_refused_by_name(
+def test_models_that_are_not_safe_are_refused_with_the_reason(
     model_type: str, fields: dict[str, Any], reason: str, config: Write
 ) -> None:
     path = config(model_type, **fields)
     assert f"({model_type}): refused, it {reason}" in check_model(path).text()
-    with pytest.raises(ModelError, match=rf"\({model_type}\): the model {reason}.* Use another model, or if it is"):
+    with pytest.raises(ModelError, match=rf"\({model_type}\): the model {reason}.* Use another model"):
         load_model(path)
 
 
@@ -116,21 +187,19 @@ def test_an_encoder_decoder_is_not_sent_to_another_dataset(config: Write) -> Non
         load_model(path)
 
 
-def test_a_window_that_lives_in_the_mask_only_is_found_out(config: Write) -> None:
-    report = check_model(config("phimoe", **EXPERTS, sliding_window=16))
-    assert "computes something else packed than alone" in str(report.reason)
+def test_a_scale_that_follows_the_row_and_not_the_document_is_found_out(config: Write) -> None:
+    fields = {**EXPERTS, "intermediate_size_mlp": 48, "head_dim": 8, "layer_types": ["full_attention"] * 2}
+    plain = check_model(config("llama4_text", **fields, no_rope_layers=[1, 0], attn_temperature_tuning=False))
+    assert plain.ways == ["Llama4TextAttention (heads of 8), 2 layers: packed attention"]
+    scaled = check_model(config("llama4_text", **fields, no_rope_layers=[1, 0], attn_temperature_tuning=True))
+    assert scaled.ways == [f"{WHOLE} sdpa"]
+    assert any("computes something else packed than alone" in note for note in scaled.notes)
 
 
-def test_an_unlisted_model_that_never_calls_packed_attention_is_found_out(config: Write) -> None:
-    report = check_model(config("gpt_neox_japanese", intermediate_multiple_size=1, attention_dropout=0.0))
-    assert report.reason == "calls packed attention from 0 modules, not from each of its 2 layers alike"
-
-
-def test_an_unlisted_model_that_drops_keyword_arguments_is_found_out(
-    config: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(guard._REFUSED, "stablelm")
-    assert "cu_seq_lens_q and max_length_q did not arrive" in str(check_model(config("stablelm")).reason)
+def no_rectangles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay the whole row out as one segment."""
+    right = unflatten.plan_rectangles
+    monkeypatch.setattr(unflatten, "plan_rectangles", lambda cu, **more: right(cu[[0, -1]], **more))
 
 
 def test_attention_that_is_blind_to_boundaries_is_found_out(config: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +211,86 @@ def test_attention_that_is_blind_to_boundaries_is_found_out(config: Write, monke
         return right(q, k, v, merged, *rest)
 
     monkeypatch.setitem(ATTENTION_BACKENDS, "cpu", Backend(blind, lambda needs: None))
-    assert "lets a document see the one before it" in str(check_model(config("llama")).reason)
+    report = check_model(config("llama"))
+    assert report.ways == [f"{WHOLE} sdpa"]  # which does without packed attention
+    assert any("lets a document see the one before it" in note for note in report.notes)
+    no_rectangles(monkeypatch)
+    assert "shows no effect between documents even without a boundary" in str(check_model(config("llama")).reason)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next", "bloom"])
+def test_rectangles_that_hold_several_documents_are_found_out(
+    model_type: str, config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = next(fields for name, fields, _ in KINDS if name == model_type)
+    right = unflatten.plan_rectangles
+
+    def merged(cu: np.ndarray, **more: Any) -> Rectangles:
+        return right(cu if len(cu) == 2 else cu - np.array([0, 1, 0]), **more)  # one token over the boundary
+
+    monkeypatch.setattr(unflatten, "plan_rectangles", merged)
+    reason = str(check_model(config(model_type, **fields)).reason)
+    assert "lets a document see the one before it" in reason
+
+
+def test_a_module_whose_result_depends_on_the_padding_is_refused(
+    config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.mamba.modeling_mamba import MambaMixer
+
+    plain = MambaMixer.forward
+
+    def depends(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain(self, hidden_states, *args, **kwargs) * (1 if hidden_states.shape[1] < 14 else 1.5)
+
+    monkeypatch.setattr(MambaMixer, "forward", depends)
+    assert "where rows are padded" in str(check_model(config("mamba", state_size=4)).reason)
+
+
+@pytest.mark.parametrize("honours", [True, False])
+def test_kernels_that_take_boundaries_are_believed_only_if_they_keep_them(
+    honours: bool, config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as home
+
+    conv, rule = home.causal_conv1d_fn.__wrapped__, home.torch_chunk_gated_delta_rule.__wrapped__
+    spans: list[tuple[int, int]] = []
+
+    def cut(cu: Tensor | None, length: int) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(cu.tolist())) if honours and cu is not None else [(0, length)]
+
+    def causal_conv1d_fn(x: Tensor, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Tensor:
+        counts = None if seq_idx is None else torch.bincount(seq_idx[0]).cumsum(0)
+        cu = None if counts is None else torch.cat([counts.new_zeros(1), counts])
+        kwargs.pop("cu_seq_lens_q", None)
+        return torch.cat([conv(x[..., a:b], *args, **kwargs) for a, b in cut(cu, x.shape[-1])], -1)
+
+    def chunk_rule(*heads: Tensor, cu_seqlens: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        gates = {name: kwargs.pop(name) for name in ("g", "beta")}
+        spans[:] = cut(cu_seqlens, heads[0].shape[1])
+        return torch.cat(
+            [
+                rule(*(x[:, a:b] for x in heads), **{k: v[:, a:b] for k, v in gates.items()}, **kwargs)[0]
+                for a, b in spans
+            ],
+            1,
+        ), None
+
+    monkeypatch.setattr(home, "causal_conv1d_fn", causal_conv1d_fn)
+    monkeypatch.setattr(home, "torch_chunk_gated_delta_rule", chunk_rule)
+    fields = next(fields for name, fields, _ in KINDS if name == "qwen3_next")
+    report = check_model(config("qwen3_next", **fields))
+    assert report.reason is None
+    how = "take the boundaries themselves" if honours else RECTANGLES
+    assert f"Qwen3NextGatedDeltaNet, 1 layer: {how}" in report.text()
+    assert report.unflattening.hands_over is honours
 
 
 def test_attention_without_effect_proves_nothing(config: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ATTENTION_BACKENDS, "cpu", Backend(lambda q, k, v, *rest: q * 0, lambda needs: None))
-    assert "isolation cannot be proven" in str(check_model(config("llama")).reason)
+    report = check_model(config("llama"))
+    assert any("isolation cannot be proven" in note for note in report.notes)
+    assert report.ways == [f"{WHOLE} sdpa"]
 
 
 def test_inspection_leaves_the_model_as_it_was(config: Write) -> None:
@@ -237,8 +380,11 @@ def test_a_hub_that_cannot_be_reached_is_one_line_without_its_clients_retries(mo
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mamba"])
-def test_a_refused_model_still_trains_on_rectangles(model_type: str, config: Write) -> None:
+def test_a_refused_model_still_trains_on_rectangles(
+    model_type: str, config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr("trainer.model.loading.refusal", lambda config: "is refused")
     loaded = load_model(config(model_type, state_size=4), packed=False)
     assert loaded.backend is None
     assert "rows hold one document each and run on native attention" in loaded.notes[0]
