@@ -35,6 +35,10 @@ class RecordOptions:
     train_on: Annotated[
         str, "Targets: auto, all, assistant, last-assistant, completion, or role names with commas."
     ] = "auto"
+    unroll: Annotated[
+        Literal["auto", "always", "never"],
+        "One document for each answer; auto does so where the template rewrites earlier turns.",
+    ] = "auto"
     chat_template: Annotated[str | None, "Jinja file instead of the tokenizer's template."] = None
     "Text of the template; the command line reads it from a file."
     overlong: Annotated[
@@ -53,6 +57,10 @@ class RecordOptions:
         if self.kind not in get_args(Kind):
             raise PackError(f"`kind`: {self.kind!r}; expected one of {', '.join(get_args(Kind))}.")
         check_choices(self)
+        if self.unroll == "always" and self.train_on == "all":
+            raise PackError(
+                '`unroll="always"`: trains each answer alone, not all tokens. Omit it, or `train_on="all"`.'
+            )
         if self.kind == "text" and self.overlong == "truncate-turns":
             raise PackError('`overlong="truncate-turns"`: plain text has no turns. Use split, truncate, drop or error.')
 

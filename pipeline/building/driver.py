@@ -336,6 +336,7 @@ class _Build:
             "tokens_read": self.tokens_read,  # in these seconds: fewer than all where parts were there already
             "stages_s": {"wait": round(self.wait_s, 6)},
             "trained_end_ids": sorted(summary.trained_end_ids),
+            "unrolled": summary.unrolled,
             "spelled_controls": summary.spelled_controls,
         }
         return self._commit(summary, facts)

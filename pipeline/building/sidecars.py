@@ -11,7 +11,7 @@ from pipeline.documents.encoder import REFERENCE
 from pipeline.documents.make import explain_no_targets
 from pipeline.formatting import format_reasons
 from pipeline.sources.windows import Slice, Source
-from shards.counts import Counts, add_counts, empty_counts
+from shards.counts import Counts, add_counts, add_numbers, empty_counts
 from shards.errors import PackError, counted
 from shards.publish import Store
 from shards.sidecar import Rejection, Sidecar, read_sidecar, sidecar_name
@@ -92,6 +92,8 @@ class SidecarSummary(NamedTuple):
     "Whether it gave other ids than the reference in any window."
     trained_end_ids: set[int]
     "End marks that answers and documents were trained to end in: where a model made of them will stop."
+    unrolled: dict[str, int]
+    "Conversations that became several documents, see `DocumentMaker.unrolled`; empty where none did."
     spelled_controls: dict[str, Any]
     "How many `texts` spell a control token without becoming one, and an `example`; empty where none does."
     windows: list[CommittedWindow]
@@ -106,6 +108,7 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
     files: set[str] = set()
     fast_windows: set[int] = set()
     trained_end_ids: set[int] = set()
+    unrolled: dict[str, int] = {}
     spelled_controls: dict[str, Any] = {}
     windows: list[CommittedWindow] = []
     totals, tally, engine_differed = empty_counts(), Tally(max_rejected), False
@@ -114,6 +117,7 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
         totals = add_counts(totals, sidecar["counts"])
         tally.add(sidecar["counts"], sidecar["rejected"])
         trained_end_ids |= set(sidecar["facts"].get("trained_end_ids", ()))
+        unrolled = add_numbers(unrolled, sidecar["facts"].get("unrolled", {}))
         if spelled := sidecar["facts"].get("spelled_controls"):
             texts = spelled_controls.get("texts", 0) + spelled["texts"]
             spelled_controls = {"example": spelled["example"], **spelled_controls, "texts": texts}
@@ -123,7 +127,9 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
             fast_windows.add(sidecar["window"])
         windows.append(committed_window(sidecar))
     tally.check()
-    return SidecarSummary(totals, files, fast_windows, engine_differed, trained_end_ids, spelled_controls, windows)
+    return SidecarSummary(
+        totals, files, fast_windows, engine_differed, trained_end_ids, unrolled, spelled_controls, windows
+    )
 
 
 def all_sidecars(store: Store, plan_id: str, num_windows: int) -> Iterator[Sidecar]:

@@ -105,7 +105,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
     counts: Counts = {
         "documents": {
             **balance.documents,
-            "read": reader.num_records,
+            "read": reader.num_records + _more_than_records(documents),
             "dropped": dropped | balance.documents["dropped"],
         },
         "tokens": balance.tokens,
@@ -136,6 +136,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         facts={
             "tokenizer": encoder.facts(),
             "trained_end_ids": maker.trained_ends(documents),
+            "unrolled": maker.unrolled(documents),
             "spelled_controls": encoder.spelled.take(),
             "files": marks,
             "host": platform.node(),
@@ -151,6 +152,11 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
         "raw_bytes": reader.raw_bytes,
         "busy_s": sum(stages.seconds.values()),
     }
+
+
+def _more_than_records(documents: Documents) -> int:
+    """Count the documents beyond the first of each record."""
+    return 0 if documents.doc_parts is None else int(np.count_nonzero(documents.doc_parts))
 
 
 def _rejected(entry: Rejected, window: int) -> Rejection:

@@ -29,7 +29,12 @@ class AddedTokens:
     def __init__(self, ids: Mapping[str, int], flags: Mapping[str, Iterable[str]] | None = None) -> None:
         self.ids = dict(ids)
         self.flags = {text: frozenset(names) for text, names in (flags or {}).items()}
+        self._reaching = {self.ids[text]: names - {"special"} for text, names in self.flags.items() if text in self.ids}
         self.pattern = re.compile(_trie_pattern(self.ids) if self.ids else r"(?!)")
+
+    def flags_of(self, token: int) -> frozenset[str]:
+        """Return the flags by which a control token reaches for what stands beside it."""
+        return self._reaching.get(token, frozenset())
 
     def find(self, text: str, start: int = 0, stop: int | None = None) -> list[Control]:
         """Return the control tokens inside `text[start:stop]`, in order."""

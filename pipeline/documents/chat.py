@@ -1,14 +1,16 @@
-"""One conversation -> its text, the control tokens that the template wrote, and the characters that are targets.
+"""One document of a conversation -> its text, the control tokens that the template wrote, and what is trained of it.
 
 Where a template carries `{% generation %}` marks, they say what is trained. Where it has none, the conversation is
 rendered step by step: what the template writes up to the header of an answer, and up to its end, must each be the
-beginning of the whole text. A template that rewrites earlier turns fails this and is refused; a mask is never guessed.
-Inside an answer, an empty block that the template added by itself (such as `<think></think>`) is no target.
+beginning of the whole text. A template that rewrites earlier turns fails this; a mask is never guessed. Inside an
+answer, an empty block that the template added by itself (such as `<think></think>`) is no target.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import Control
@@ -17,124 +19,159 @@ from pipeline.documents.messages import Conversation, Message
 from pipeline.documents.template import ChatTemplate
 from shards.errors import SourceError
 
-Range = tuple[int, int]
-
 EMPTY_BLOCK = re.compile(r"<([^<>/\s]+)>\s*</\1>\s*|\[([^\[\]/\s]+)\]\s*\[/\2\]\s*")
+
+
+class Target(NamedTuple):
+    """Characters that are trained, and how much they weigh."""
+
+    start: int
+    stop: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation as text; all positions are characters."""
+    """A document as text; all positions are characters."""
 
     text: str
     controls: list[Control]
     "Control tokens, in order."
-    targets: list[Range] | None
+    targets: list[Target] | None
     "What is trained, rising and apart; None for everything."
     turn_ends: list[int]
     "Where turns end, rising, the last at the end of the text; only the last where nobody asked."
-    trains_end: bool
-    "Whether `eos_id` is a target."
+    end_weight: float
+    "Weight of `eos_id`; 0 where it is not trained."
     prefix: tuple[int, ...] = ()
     "Ids put before the text."
     eos_id: int | None = None
     "Id put after the text."
 
 
-def trained_messages(conversation: Conversation, train_on: str) -> list[bool]:
-    """Return for each message whether it is trained, by its role and its own `train` and `weight` fields."""
-    roles = [message["role"] for message in conversation.messages]
-    if train_on == "all":
-        chosen = [True] * len(roles)
-    elif train_on in ("auto", "completion"):
-        first = conversation.completion_from
-        chosen = [role == "assistant" and index >= first for index, role in enumerate(roles)]
-    elif train_on == "last-assistant":
-        last = max((index for index, role in enumerate(roles) if role == "assistant"), default=-1)
-        chosen = [index == last for index in range(len(roles))]
-    else:
-        names = {name.strip() for name in train_on.split(",")}
-        chosen = [role in names for role in roles]
-    return [own if flag is None else flag for own, flag in zip(chosen, conversation.train, strict=True)]
-
-
-def render_conversation(conversation: Conversation, template: ChatTemplate, options: RecordOptions) -> Rendering:
-    """Render a conversation and find its targets.
-
-    Args:
-        conversation: At least one message.
-        template: The chat template.
-        options: How to train on it.
-
-    Raises:
-        SourceError: The template refuses the conversation, leaves a trained part out, or rewrites earlier turns.
-    """
-    return _ConversationRenderer(conversation, template, options).rendering()
+class RewrittenError(SourceError):
+    """The template rewrites earlier turns, so no mask can be placed in the whole."""
 
 
 @dataclass
-class _ConversationRenderer:
-    conversation: Conversation
+class Renderings:
+    """What a template makes of the first messages of one conversation; each is rendered once."""
+
     template: ChatTemplate
-    options: RecordOptions
+    conversation: Conversation
+    messages: list[Message]
+    "The messages in the forms that the template wants."
+    texts: dict[int, str] = field(default_factory=dict)
+    prompts: dict[int, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.messages: list[Message] = self.template.shape(self.conversation)
-        self.trained = trained_messages(self.conversation, self.options.train_on)
-        self.text, self.blocks = self.template.render_blocks(self.messages, self.conversation.tools)
-        self.ends: dict[int, str] = {len(self.messages): self.text}
+    def text(self, count: int) -> str:
+        """Return the rendering of the first `count` messages."""
+        if count not in self.texts:
+            messages = self.messages[:count]
+            self.texts[count] = self.template.render(messages, self.conversation.tools) if count else ""
+        return self.texts[count]
 
-    def rendering(self) -> Rendering:
-        targets: list[Range] | None
-        if all(self.trained) and self.options.train_on == "all":
-            targets = None
-        elif self.options.train_on == "all":
-            held_out = [self._own_range(index) for index, trained in enumerate(self.trained) if not trained]
-            targets = _without([(0, len(self.text))], held_out)
-        elif self.template.has_markers and not self._trains_others():
-            targets = self._marked_targets()
+    def prompt(self, count: int) -> str:
+        """Return the rendering of the first `count` messages with the header of an answer to come."""
+        if count not in self.prompts:
+            self.prompts[count] = self.template.render(self.messages[:count], self.conversation.tools, prompt=True)
+        return self.prompts[count]
+
+    def begins(self, count: int, text: str) -> str | None:
+        """Return the rendering of the first `count` messages if `text` goes on from it, without an EOS at its end."""
+        alone = self.text(count)
+        if text.startswith(alone):
+            return alone
+        short = alone.removesuffix(self.template.closing_eos)
+        return short if short != alone and text.startswith(short) else None
+
+
+class DocumentRenderer:
+    """Renders the first messages of a conversation and finds what is trained of them.
+
+    Args:
+        renderings: Of the conversation.
+        count: Messages of it that make this document.
+        weights: How much each of these messages weighs; 0 for one that is not trained.
+        options: How to train on it.
+
+    Raises:
+        SourceError: The template refuses the messages.
+    """
+
+    def __init__(self, renderings: Renderings, count: int, weights: Sequence[float], options: RecordOptions) -> None:
+        self.renderings, self.template, self.options = renderings, renderings.template, options
+        self.messages = renderings.messages[:count]
+        self.weights = list(weights)
+        self.blocks: list[tuple[int, int]] = []
+        if self.template.has_markers:
+            self.text, self.blocks = self.template.render_blocks(self.messages, renderings.conversation.tools)
+            renderings.texts[count] = self.text
         else:
-            targets = [self._own_range(index) for index, trained in enumerate(self.trained) if trained]
-        if targets is not None and self.options.train_on != "all" and not self.options.train_template_tokens:
-            targets = _without(targets, [block for target in targets for block in self._empty_blocks(*target)])
+            self.text = renderings.text(count)
+
+    @cached_property
+    def rendering(self) -> Rendering:
+        """The document with its targets.
+
+        Raises:
+            RewrittenError: The template rewrites earlier turns.
+            SourceError: It leaves a trained part out, or no mask can be placed for another reason.
+        """
         turn_ends = self._turn_ends() if self.options.overlong_policy == "truncate-turns" else []
-        return Rendering(self.text, self.content.controls, targets, [*turn_ends, len(self.text)], self.trained[-1])
+        targets = self._targets()
+        return Rendering(self.text, self.content.controls, targets, [*turn_ends, len(self.text)], self.weights[-1])
 
     @cached_property
     def content(self) -> ContentSpans:
-        template = self.template
-        tools, trust = self.conversation.tools, template.trust
-        found = find_content_spans(template.render, self.messages, tools, self.text, template.added, trust=trust)
+        """What the messages wrote."""
+        template, tools = self.template, self.renderings.conversation.tools
+        found = find_content_spans(
+            template.render, self.messages, tools, self.text, template.added, trust=template.trust
+        )
         if found.spans is not None:
             self._check_complete(found)
         return found
 
+    def _targets(self) -> list[Target] | None:
+        everything = self.options.train_on == "all"
+        if everything and all(weight == 1 for weight in self.weights):
+            return None
+        if everything:
+            odd = [index for index, weight in enumerate(self.weights) if weight != 1]
+            own = [self._own_range(index) for index in odd]
+            rest = _without([Target(0, len(self.text))], own)
+            weighed = [Target(*span, self.weights[index]) for index, span in zip(odd, own, strict=True)]
+            return sorted(rest + [target for target in weighed if target.weight and target.start < target.stop])
+        if self.template.has_markers and not self._trains_others():
+            targets = self._marked_targets()
+        else:
+            targets = [Target(*self._own_range(index), weight) for index, weight in enumerate(self.weights) if weight]
+        if self.options.train_template_tokens:
+            return targets
+        return _without(targets, [block for start, stop, _ in targets for block in self._empty_blocks(start, stop)])
+
     def _check_complete(self, found: ContentSpans) -> None:
         """Refuse a rendering that leaves out what it should hold; only reasoning of turns not trained may go."""
         seen = {(span.message, span.part) for span in found.spans or ()}
-        for index, message in enumerate(self.conversation.messages):
-            history = message["role"] == "assistant" and (not self.trained[index] or self.options.train_on == "all")
+        conversation = self.renderings.conversation
+        for index, message in enumerate(conversation.messages[: len(self.messages)]):
+            untrained = not self.weights[index] or self.options.train_on == "all"
+            history = message["role"] == "assistant" and untrained
             excused = {"content": history and think_block(message) is not None, "reasoning_content": history}
             excused["tool_calls"] = not found.marked_calls
             for part, name in enumerate(PARTS):
                 value = message.get(name)
                 blank = not (value.strip() if isinstance(value, str) else value)
                 if not blank and not excused[name] and (index, part) not in seen:
-                    raise self._left_out(f"{name} of message {index} ({message['role']})")
-        if self.conversation.tools and found.marked_calls and not any(m == len(self.messages) for m, _ in seen):
-            raise self._left_out("the tools")
-
-    def _left_out(self, what: str) -> SourceError:
-        return SourceError(
-            f"the chat template leaves out {what}; expected all of it. "
-            "Give a --chat-template that renders it, or remove the field."
-        )
+                    raise _left_out(f"{name} of message {index} ({message['role']})")
+        if conversation.tools and found.marked_calls and not any(m == len(self.messages) for m, _ in seen):
+            raise _left_out("the tools")
 
     def _trains_others(self) -> bool:
-        roles = [message["role"] for message in self.messages]
-        return any(trained and role != "assistant" for trained, role in zip(self.trained, roles, strict=True))
+        return any(w and m["role"] != "assistant" for w, m in zip(self.weights, self.messages, strict=True))
 
-    def _marked_targets(self) -> list[Range]:
+    def _marked_targets(self) -> list[Target]:
         """Return the ranges that the template marks, of trained messages only."""
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         spans = self.content.spans or []
@@ -149,11 +186,11 @@ class _ConversationRenderer:
                     "a {% generation %} block of the chat template does not hold one assistant message; expected one "
                     "block for each (blocks in a macro, a filter or a set come out misplaced). Correct the template."
                 )
-            if self.trained[inside.pop()]:
-                targets.append((start, self._without_tail(start, stop)))
+            if weight := self.weights[inside.pop()]:
+                targets.append(Target(start, self._without_tail(start, stop), weight))
         return targets
 
-    def _own_range(self, index: int) -> Range:
+    def _own_range(self, index: int) -> tuple[int, int]:
         """Return where a message begins, after its header, and where it ends, its end-of-turn mark included."""
         stop = len(self._prefix(index + 1))
         answers = self.messages[index]["role"] == "assistant"
@@ -176,7 +213,7 @@ class _ConversationRenderer:
             return at + len(header) if header and at >= 0 else first
         prompt = ""
         if self.template.trial.has_prompt:
-            prompt = self.template.render(self.messages[:index], self.conversation.tools, prompt=True)
+            prompt = self.renderings.prompt(index)
             if self.text.startswith(prompt):
                 return len(prompt)
         base = len(self._prefix(index))
@@ -189,23 +226,21 @@ class _ConversationRenderer:
 
     def _prefix(self, count: int) -> str:
         """Return the rendering of the first messages, proven to be the beginning of the whole."""
-        if count not in self.ends:
-            alone = self.template.render(self.messages[:count], self.conversation.tools) if count else ""
-            eos = self.template.special_tokens.get("eos_token", "")
-            if not self.text.startswith(alone):
-                if not (eos and alone.endswith(eos) and self.text.startswith(alone.removesuffix(eos))):
-                    raise self._rewritten(alone)
-                alone = alone.removesuffix(eos)  # some templates close every rendering with EOS
-            self.ends[count] = alone
-        return self.ends[count]
+        if count == len(self.messages):
+            return self.text
+        found = self.renderings.begins(count, self.text)
+        if found is None:
+            raise self._rewritten(self.renderings.text(count))
+        return found
 
-    def _rewritten(self, alone: str) -> SourceError:
+    def _rewritten(self, alone: str) -> RewrittenError:
         at = max(_common(alone, self.text) - 10, 0)
         here, there = self.text[at : at + 50], alone[at : at + 50]
+        unroll = "Use --unroll auto. " if self.options.unroll == "never" else ""
         other = "" if self.options.train_on == "last-assistant" else "--train-on last-assistant, or "
-        return SourceError(
+        return RewrittenError(
             f"the chat template rewrites earlier turns: {here!r} reads {there!r} while the conversation is shorter; "
-            "expected the same text, without which no mask can be placed. "
+            f"expected the same text, without which no mask can be placed. {unroll}"
             f"Give a --chat-template with {{% generation %}} blocks, or use {other}--train-on all."
         )
 
@@ -217,7 +252,7 @@ class _ConversationRenderer:
                 return control.stop
         return stop
 
-    def _empty_blocks(self, start: int, stop: int) -> list[Range]:
+    def _empty_blocks(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the empty blocks that the template wrote before the first text of an answer, or around its begin.
 
         Of `<bot><think></think>Yo</s>` with the answer's own text at "Yo", `<think></think>` is one; in
@@ -250,6 +285,13 @@ class _ConversationRenderer:
         return sorted(set(ends) - {0, len(self.text)})
 
 
+def _left_out(what: str) -> SourceError:
+    return SourceError(
+        f"the chat template leaves out {what}; expected all of it. "
+        "Give a --chat-template that renders it, or remove the field."
+    )
+
+
 def _common(one: str, other: str) -> int:
     """Return how many characters two texts share at their beginning."""
     low, high = 0, min(len(one), len(other))
@@ -259,11 +301,11 @@ def _common(one: str, other: str) -> int:
     return low
 
 
-def _without(ranges: list[Range], holes: list[Range]) -> list[Range]:
-    """Return ranges less holes; all rising, no range overlaps another."""
+def _without(targets: list[Target], holes: list[tuple[int, int]]) -> list[Target]:
+    """Return targets less holes; all rising, no target overlaps another."""
     for begin, end in holes:
-        cut: list[Range] = []
-        for start, stop in ranges:
-            cut += [(start, min(stop, begin)), (max(start, end), stop)]
-        ranges = [(start, stop) for start, stop in cut if start < stop]
-    return ranges
+        cut: list[Target] = []
+        for start, stop, weight in targets:
+            cut += [Target(start, min(stop, begin), weight), Target(max(start, end), stop, weight)]
+        targets = [target for target in cut if target.start < target.stop]
+    return targets

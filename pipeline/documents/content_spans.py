@@ -5,12 +5,13 @@ A template is a program, so nothing is assumed about it. The conversation is ren
 say what came from where: added tokens outside of them are the template's own, everything inside is the user's text. A
 template that rewrites contents (`strip`, JSON quoting, moving the system prompt) passes; one that looks at contents in
 a way the marks disturb is tried again with fewer marks, and refused where control text makes the difference dangerous.
+White space at the ends of a text is inside its marks wherever the template keeps it.
 """
 
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from pipeline.documents.added_tokens import AddedTokens, Control
 from pipeline.documents.messages import Message
@@ -22,6 +23,9 @@ PARTS = ("content", "reasoning_content", "tool_calls")
 FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
 BREAK = "\U0010fffd"
 MARKS = re.compile(f"([{chr(FIRST_MARK)}-{chr(LAST_MARK)}{BREAK}])")
+Place = tuple[int, int]  # message, part
+Edge = Literal["inside", "newlines outside", "outside"]
+INSIDE, NEWLINES_OUTSIDE, OUTSIDE = get_args(Edge)
 THINK = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 
 
@@ -83,8 +87,8 @@ def find_content_spans(
     for mark_calls in (True, False) if (calls or tools) and risky is None else (True,):
         for split_think in (False, True) if thinks else (False,):
             if found is None:
-                marked = _render_marked(render, messages, tools, added, mark_calls, split_think)
-                found = None if marked is None else _read_marks(marked, text, added, mark_calls)
+                marking = _Marking(render, messages, tools, text, added, mark_calls, split_think)
+                found = marking.find()
     if trust:
         return replace(found or ContentSpans([], None, False), controls=added.find(text))
     for message in messages:
@@ -103,56 +107,94 @@ def find_content_spans(
     return ContentSpans(added.find(text), None)
 
 
-def _render_marked(
-    render: Render,
-    messages: list[Message],
-    tools: list[Any] | None,
-    added: AddedTokens,
-    mark_calls: bool,
-    split_think: bool,
-) -> str | None:
-    if FIRST_MARK + 2 * len(PARTS) * (len(messages) + 1) > LAST_MARK:
-        return None
-    marked: list[Message] = []
-    for index, message in enumerate(messages):
-        new = dict(message)
-        for part, name in enumerate(PARTS):
-            value = message.get(name)
-            if not value or (name == "tool_calls" and not mark_calls):
-                continue
-            code = FIRST_MARK + 2 * (index * len(PARTS) + part)
-            if name == "tool_calls":
-                new[name] = [call | {"function": _mark(call["function"], code, added)} for call in value]
-            elif split_think and part == 0 and (think := think_block(message)):
-                text = think[1] + _mark(think[2], code, added) + think[3] + _mark(think[4], code, added)
-                new[name] = text if isinstance(value, str) else [{"type": "text", "text": text}]
-            else:
-                new[name] = _mark(value, code, added)
-        marked.append(new)
-    if tools and mark_calls:
-        tools = _mark(tools, FIRST_MARK + 2 * (len(messages) * len(PARTS) + PARTS.index("tool_calls")), added)
-    try:
-        return render(marked, tools)
-    except SourceError:  # the template looks at contents, and does not know the marks
-        return None
+@dataclass
+class _Marking:
+    """One way to put marks into a conversation."""
+
+    render: Render
+    messages: list[Message]
+    tools: list[Any] | None
+    text: str
+    added: AddedTokens
+    mark_calls: bool
+    split_think: bool
+
+    def find(self) -> ContentSpans | None:
+        """Return the spans with as much white space in them as the template keeps, or None.
+
+        Nearly all texts have none at their ends, or a template that keeps it: one rendering tells. Else it is left
+        outside of all marks, where `strip` would find it, and each text that has some is tried alone.
+        """
+        edged = [place for place, value in self._texts() if value != value.strip()]
+        found = self._attempt(dict.fromkeys(edged, INSIDE))
+        if found is not None or not edged:
+            return found
+        edges = dict.fromkeys(edged, OUTSIDE)
+        found = self._attempt(edges)
+        for place in edged if found is not None else ():
+            for edge in (INSIDE, NEWLINES_OUTSIDE):
+                better = self._attempt(edges | {place: edge})
+                if better is not None:
+                    found, edges[place] = better, edge
+                    break
+        return found
+
+    def _texts(self) -> Iterable[tuple[Place, str]]:
+        for index, message in enumerate(self.messages):
+            for part in range(2):  # content and reasoning; JSON quotes the white space of arguments
+                if value := _plain(message.get(PARTS[part])):
+                    yield (index, part), value
+
+    def _attempt(self, edges: dict[Place, Edge]) -> ContentSpans | None:
+        marked = self._render_marked(edges)
+        return None if marked is None else _read_marks(marked, self.text, self.added, self.mark_calls)
+
+    def _render_marked(self, edges: dict[Place, Edge]) -> str | None:
+        messages, added, tools = self.messages, self.added, self.tools
+        if FIRST_MARK + 2 * len(PARTS) * (len(messages) + 1) > LAST_MARK:
+            return None
+        marked: list[Message] = []
+        for index, message in enumerate(messages):
+            new = dict(message)
+            for part, name in enumerate(PARTS):
+                value = message.get(name)
+                if not value or (name == "tool_calls" and not self.mark_calls):
+                    continue
+                code, edge = FIRST_MARK + 2 * (index * len(PARTS) + part), edges.get((index, part), OUTSIDE)
+                if name == "tool_calls":
+                    new[name] = [call | {"function": _mark(call["function"], code, added)} for call in value]
+                elif self.split_think and part == 0 and (think := think_block(message)):
+                    text = think[1] + _mark(think[2], code, added) + think[3] + _mark(think[4], code, added, edge)
+                    new[name] = text if isinstance(value, str) else [{"type": "text", "text": text}]
+                else:
+                    new[name] = _mark(value, code, added, edge)
+                if part == 1 and "thinking" in message:
+                    new["thinking"] = new[name]
+            marked.append(new)
+        if tools and self.mark_calls:
+            tools = _mark(tools, FIRST_MARK + 2 * (len(messages) * len(PARTS) + PARTS.index("tool_calls")), added)
+        try:
+            return self.render(marked, tools)
+        except SourceError:  # the template looks at contents, and does not know the marks
+            return None
 
 
-def _mark(value: Any, code: int, added: AddedTokens) -> Any:
-    """Put marks around every text in a value, white space at its ends left outside, where `strip` would find it."""
+def _mark(value: Any, code: int, added: AddedTokens, edge: Edge = OUTSIDE) -> Any:
+    """Put marks around every text in a value; `edge` says on which side of them white space at its ends stands."""
     if isinstance(value, str):
-        core = value.strip()
-        if not core:
+        kept = {INSIDE: value, NEWLINES_OUTSIDE: value.strip("\n"), OUTSIDE: value.strip()}[edge]
+        if not kept:
             return value
-        at = value.index(core)
-        broken = added.pattern.sub(lambda match: match[0][:1] + BREAK + match[0][1:], core)
-        return f"{value[:at]}{chr(code)}{broken}{chr(code + 1)}{value[at + len(core) :]}"
+        at = value.index(kept)
+        broken = added.pattern.sub(lambda match: match[0][:1] + BREAK + match[0][1:], kept)
+        return f"{value[:at]}{chr(code)}{broken}{chr(code + 1)}{value[at + len(kept) :]}"
     if isinstance(value, list):
-        return [_mark(item, code, added) for item in value]
+        return [_mark(item, code, added, edge) for item in value]
     if isinstance(value, dict):
         find = added.pattern.search
         return {
             _mark(name, code, added) if find(name) else name: (
-                item if name == "type" and isinstance(item, str) and not find(item) else _mark(item, code, added)
+                item if name == "type" and isinstance(item, str) and not find(item) else _mark(item, code, added, edge)
             )
             for name, item in value.items()
         }
@@ -166,7 +208,7 @@ def _read_marks(marked: str, text: str, added: AddedTokens, marked_calls: bool) 
     `<end>`: every second part is a mark. Control tokens are looked for in the first and last, the span is [6, 8).
     """
     parts = MARKS.split(marked)
-    if len(parts) < 2 or "".join(parts[::2]) != text:
+    if "".join(parts[::2]) != text:
         return None
     controls: list[Control] = []
     spans: list[ContentSpan] = []

@@ -12,11 +12,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import AddedTokens
-from pipeline.documents.chat import Rendering, render_conversation
+from pipeline.documents.chat import Rendering, Target
+from pipeline.documents.conversations import ConversationRenderer
 from pipeline.documents.encoder import Encoder, running_sum
 from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
 from pipeline.documents.messages import Conversation, chat_conversation, instruction
@@ -117,6 +119,15 @@ def _template_text(spec: TokenizerSpec, options: RecordOptions, with_tools: bool
     return text
 
 
+def _parts(indices: list[int]) -> npt.NDArray[np.int32] | None:
+    """Number the documents of each record from 0; None where no record gives two. [4, 4, 7] gives [0, 1, 0]."""
+    records = np.array(indices, np.int64)
+    firsts = np.flatnonzero(np.diff(records, prepend=-1))
+    if len(firsts) == len(records):
+        return None
+    return (np.arange(len(records)) - np.repeat(firsts, np.diff(firsts, append=len(records)))).astype(np.int32)
+
+
 class DocumentMaker:
     """Makes documents of the records of one source; a worker holds one for each set of options.
 
@@ -133,7 +144,7 @@ class DocumentMaker:
         spec = encoder.spec
         self.encoder, self.spec, self.options, self.trust = encoder, spec, options, encoder.parse_special
         self.added = AddedTokens(spec.added, spec.flags)
-        self.templates: dict[str, ChatTemplate] = {}
+        self.renderers: dict[str, ConversationRenderer] = {}
         self.closing = {token for text, token in spec.added.items() if "special" in spec.flags.get(text, ())}
 
     def make(self, batch: RecordBatch) -> tuple[Documents, dict[str, int]]:
@@ -147,31 +158,56 @@ class DocumentMaker:
             The documents, numbered as the batch numbers its records, and how many records gave none, by reason (empty).
         """
         documents, rejected = self._texts(batch) if self.options.kind == "text" else self._renderings(batch)
-        empty = len(batch.values) - len(documents.doc_ids) - rejected
+        empty = len(batch.values) - len(np.unique(documents.doc_ids)) - rejected
         return documents, {"empty": empty} if empty else {}
 
     def trained_ends(self, documents: Documents) -> list[int]:
         """Return the end marks (EOS, end of turn) that the last token of an answer or document is trained to be."""
+        return [int(token) for token in np.unique(documents.input_ids[self._answer_ends(documents)])]
+
+    def unrolled(self, documents: Documents) -> dict[str, int]:
+        """Return what became of the records that gave several documents; empty where none did.
+
+        Returns:
+            Such `conversations`; the answers that are trained in them, `turns`; their `documents` and `tokens`; and
+            `tokens_once`, those of their last documents alone: how many there would be, did nothing come again.
+        """
+        if documents.doc_parts is None:
+            return {}
+        many = np.isin(documents.doc_ids, documents.doc_ids[documents.doc_parts > 0])
+        last = many & np.append(np.diff(documents.doc_ids) != 0, True)
+        ends = np.searchsorted(documents.offsets, self._answer_ends(documents), side="right") - 1
+        return {
+            "conversations": int(last.sum()),
+            "turns": int(many[ends].sum()),
+            "documents": int(many.sum()),
+            "tokens": int(documents.lengths[many].sum()),
+            "tokens_once": int(documents.lengths[last].sum()),
+        }
+
+    def _answer_ends(self, documents: Documents) -> npt.NDArray[np.int64]:
+        """Return the places of the end marks that are the last target of an answer or document."""
         mask, last = documents.loss_mask, np.zeros(len(documents.input_ids), bool)
         if mask is not None:
             last[:-1] = mask[1:] == 0
         last[documents.offsets[1:][documents.lengths > 0] - 1] = True
-        ids = np.unique(documents.input_ids[last if mask is None else last & (mask > 0)])
-        return [int(token) for token in ids if token in self.closing or token == self.spec.eos_id]
+        places = np.flatnonzero(last if mask is None else last & (mask > 0))
+        marks = [*self.closing, *(() if self.spec.eos_id is None else (self.spec.eos_id,))]
+        return places[np.isin(documents.input_ids[places], marks)]
 
     @cached_property
     def chunks(self) -> ChunkEncoder:
         """Encodes the text between control tokens."""
         return ChunkEncoder(self.encoder)
 
-    def template(self, with_tools: bool) -> ChatTemplate:
-        """Return the chat template for conversations with or without tools, compiled when the first one comes."""
+    def conversations(self, with_tools: bool) -> ConversationRenderer:
+        """Return what renders conversations with or without tools, made when the first one comes."""
         text = _template_text(self.spec, self.options, with_tools)
-        if text not in self.templates:
+        if text not in self.renderers:
             template = ChatTemplate(text, self.spec.special_tokens, self.added, trust=self.trust)
             self.closing |= {control.id for control in self.added.find(template.trial.end)[:1]}
-            self.templates[text] = template
-        return self.templates[text]
+            self.renderers[text] = ConversationRenderer(template, self.options)
+        return self.renderers[text]
 
     def _texts(self, batch: RecordBatch) -> tuple[Documents, int]:
         spec = self.spec
@@ -196,41 +232,42 @@ class DocumentMaker:
 
     def _renderings(self, batch: RecordBatch) -> tuple[Documents, int]:
         """Return the documents, and how many records were rejected."""
-        renderings, indices, rejected = [], [], 0
+        renderings: list[Rendering] = []
+        indices: list[int] = []
+        rejected = 0
         for record, index in zip(batch.values, batch.indices.tolist(), strict=True):
             try:
-                rendering = self._rendering(record)
+                documents = self._rendered(record)
             except SourceError as error:
                 batch.reject(index, str(error))
                 rejected += 1
                 continue
-            if rendering is not None:
-                renderings.append(rendering)
-                indices.append(index)
+            renderings += documents
+            indices += [index] * len(documents)
         with_turns = self.options.overlong_policy == "truncate-turns"
-        documents = encode_renderings(renderings, self.chunks, with_turns=with_turns)
-        return documents._replace(doc_ids=np.array(indices, np.int64)), rejected
+        made = encode_renderings(renderings, self.chunks, with_turns=with_turns)
+        return made._replace(doc_ids=np.array(indices, np.int64), doc_parts=_parts(indices)), rejected
 
-    def _rendering(self, record: dict[str, Any]) -> Rendering | None:
-        """Return the rendering of a record, or None for an empty one."""
+    def _rendered(self, record: dict[str, Any]) -> list[Rendering]:
+        """Return the documents of a record; none for an empty one."""
         read = instruction if self.options.kind == "instruction" else chat_conversation
         made = read(record, self.options)
         if isinstance(made, Conversation):
             if not made.messages:
-                return None
-            return self._closed(render_conversation(made, self.template(bool(made.tools)), self.options))
+                return []
+            return [self._closed(one) for one in self.conversations(bool(made.tools)).render(made)]
         prompt, completion = made
         if not prompt and not completion:
-            return None
+            return []
         text = prompt + completion
         controls = self.added.find(text) if self.trust else []
-        targets = None if self._trains_prompt() else [(len(prompt), len(text))]
+        targets = None if self._trains_prompt() else [Target(len(prompt), len(text))]
         prefix = self.spec.prefix_ids
         if prefix and controls and controls[0].start == 0 and controls[0].id == prefix[0]:
             prefix = ()
         # A completion without its prompt is no document, so from the left both are one turn.
         ends = [len(text)] if self.options.truncate_side == "left" else [len(prompt), len(text)]
-        return self._closed(Rendering(text, controls, targets, ends, trains_end=True, prefix=prefix))
+        return [self._closed(Rendering(text, controls, targets, ends, end_weight=1.0, prefix=prefix))]
 
     def _closed(self, rendering: Rendering) -> Rendering:
         """Append EOS, unless the text ends in an end mark already or nobody wants it."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from pipeline.documents.chat import Range, Rendering
+from pipeline.documents.chat import Rendering, Target
 from pipeline.documents.encoder import REFERENCE, Encoder, running_sum
 from pipeline.documents.tokenizer import BYTE_TOKEN
 from pipeline.tokens import Documents
@@ -118,7 +118,7 @@ class _Batch:
         self.mask: list[int] = []
         self.texts: list[str] = []
         self.first: list[bool] = []  # whether a plain chunk begins its document
-        self.mixed: list[tuple[int, int, list[Range]]] = []  # part, its text, targets inside it
+        self.mixed: list[tuple[int, int, list[tuple[int, int]]]] = []  # part, its text, targets inside it
         self.doc_parts: list[int] = [0]
         self.turns: list[tuple[int, int, int]] = []  # part, its text or PLAIN for its end, characters into it
         self.doc_turns: list[int] = [0]
@@ -131,7 +131,7 @@ class _Batch:
         """
         text, position = rendering.text, 0
         everything = rendering.targets is None
-        targets = [(0, len(text))] if rendering.targets is None else rendering.targets
+        targets = [Target(0, len(text))] if rendering.targets is None else rendering.targets
         ends, at, turn = rendering.turn_ends[:-1], 0, 0
         for token in rendering.prefix:
             self._control(token, everything)
@@ -142,9 +142,9 @@ class _Batch:
             ):
                 if start == stop:
                     continue
-                while at < len(targets) and targets[at][1] <= start:
+                while at < len(targets) and targets[at].stop <= start:
                     at += 1
-                touched = at < len(targets) and targets[at][0] < stop
+                touched = at < len(targets) and targets[at].start < stop
                 if token != PLAIN:
                     self._control(token, touched)
                 else:
@@ -155,7 +155,7 @@ class _Batch:
                     turn += 1
             position = len(text) if control is None else control.stop
         if rendering.eos_id is not None:
-            self._control(rendering.eos_id, everything or rendering.trains_end)
+            self._control(rendering.eos_id, everything or rendering.end_weight > 0)
         if len(self.ids) > self.doc_parts[-1]:
             self.turns.append((len(self.ids) - 1, PLAIN, 0))
         self.doc_parts.append(len(self.ids))
@@ -165,8 +165,8 @@ class _Batch:
         self.ids.append(token)
         self.mask.append(int(target))
 
-    def _plain(self, chunk: str, start: int, stop: int, targets: list[Range], begins: bool) -> None:
-        inside = [(max(first - start, 0), min(last, stop) - start) for first, last in targets if first < stop]
+    def _plain(self, chunk: str, start: int, stop: int, targets: list[Target], begins: bool) -> None:
+        inside = [(max(first - start, 0), min(last, stop) - start) for first, last, _ in targets if first < stop]
         self.ids.append(PLAIN)
         self.mask.append(int(inside == [(0, len(chunk))]))
         if inside and not self.mask[-1]:

@@ -1,26 +1,27 @@
 """One chat template: how it renders, and the forms in which it wants its messages.
 
-Rendering is that of `transformers`, so a conversation here reads as it will at inference. Templates differ in what they
-take: arguments of tool calls as an object or as JSON text, no content as null or as empty text, content as text or as
-parts. A wrong form is often rendered without a word (a Python dict, JSON quoted twice, "None"), so each form is tried
-once on a small conversation, and the first that comes out right is used for all records.
+Rendering is that of `transformers` (see `jinja.py`), so a conversation reads as it will at inference. Templates differ
+in what they take: arguments of tool calls as an object or as JSON text, no content as null or as empty text, content as
+text or as parts. A wrong form is often rendered without a word (a Python dict, JSON quoted twice, "None"), so each form
+is tried once on a small conversation, and the first that comes out right is used for all records.
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError, TemplateSyntaxError
+
 from pipeline.documents.added_tokens import AddedTokens
+from pipeline.documents.jinja import CompiledTemplate
 from pipeline.documents.messages import Conversation, Message
 from shards.errors import PackError, SourceError
 
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError)
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-TODAY = date(2024, 7, 26)  # templates that print a date would else give other tokens on another day
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,15 @@ class ChatTemplate:
     def __init__(
         self, text: str, special_tokens: Mapping[str, str], added: AddedTokens, *, trust: bool = False
     ) -> None:
-        self.text = _with_fixed_date(text)
+        self.text = text
         self.special_tokens = dict(special_tokens)
         self.added = added
         self.trust = trust
         self.has_markers = GENERATION.search(text) is not None
         self._dialect = Dialect()
         self._calls_known = False
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # each worker would say that torch is missing
-        from jinja2 import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        self._jinja: Any = render_jinja_template
         try:
+            self._compiled = CompiledTemplate(text, self.special_tokens)
             hello = self._try("hello", [{"role": "user", "content": "hello"}])
         except TemplateSyntaxError as error:
             raise PackError(
@@ -94,11 +91,19 @@ class ChatTemplate:
         Raises:
             SourceError: The template refuses the messages.
         """
-        return self._render(messages, tools, prompt, markers=False)[0]
+        try:
+            return self._compiled.render(messages, tools, prompt)
+        except REFUSALS as error:
+            raise _refused(error) from None
 
     def render_blocks(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation, and return the character ranges of its `{% generation %}` blocks too, in order."""
-        text, ranges = self._render(messages, tools, False, markers=self.has_markers)
+        if not self.has_markers:
+            return self.render(messages, tools), []
+        try:
+            text, ranges = self._compiled.render_blocks(messages, tools)
+        except REFUSALS as error:
+            raise _refused(error) from None
         return text, sorted((start, stop) for start, stop in ranges if stop > start)
 
     def shape(self, conversation: Conversation) -> list[Message]:
@@ -122,28 +127,16 @@ class ChatTemplate:
                 return Trial(longer[len(before) :], end, prompt != before)
         return Trial("", end, prompt != before)
 
-    def _render(
-        self, messages: list[Message], tools: list[Any] | None, prompt: bool, markers: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        from jinja2 import TemplateError
+    @cached_property
+    def closing_eos(self) -> str:
+        """The EOS that this template puts after every rendering, however short; empty where it does not.
 
-        try:
-            texts, ranges = self._jinja(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.text,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=markers,
-                **self.special_tokens,
-            )
-            return texts[0], ranges[0] if markers else []
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            if isinstance(error, TemplateError) and hasattr(error, "lineno"):
-                raise
-            raise SourceError(
-                f"the chat template refuses it ({error}); expected roles and fields that the template knows. "
-                "Fix the record or give another --chat-template."
-            ) from None
+        After `<bot>Yo<end></s>` the EOS closes the rendering; in `<bot>Yo</s>` it is the end of the answer itself, and
+        a template that writes another mark there once the conversation goes on rewrites the answer.
+        """
+        eos = self.special_tokens.get("eos_token", "")
+        end = self.trial.end
+        return eos if eos and end.endswith(eos) and end.removesuffix(eos).strip() else ""
 
     def _try(self, wanted: str, messages: list[Message]) -> str | None:
         """Return the rendering of a trial conversation if it holds what is wanted."""
@@ -178,6 +171,8 @@ class ChatTemplate:
         elif dialect.parts:
             content = [{"type": "text", "text": content}]
         shaped = message | {"content": content}
+        if "reasoning_content" in message:
+            shaped["thinking"] = message["reasoning_content"]  # the name that harmony templates read
         if "tool_calls" in message and not dialect.objects:
             calls = [dict(call) for call in message["tool_calls"]]
             for call in calls:
@@ -188,10 +183,11 @@ class ChatTemplate:
         return shaped
 
 
-def _with_fixed_date(text: str) -> str:
-    """Give a template that prints today's date the same date on every day."""
-    formats = set(re.findall(r"""strftime_now\(\s*(["'])(.*?)\1""", text))
-    if not formats:
-        return text
-    dates = json.dumps({style: TODAY.strftime(style) for _, style in sorted(formats)})
-    return "{% macro strftime_now(style) %}{{ " + dates + "[style] }}{% endmacro +%}" + text
+def _refused(error: Exception) -> SourceError | TemplateError:
+    """Return what to raise for an error of the template: a fault of the record, but for a template that is none."""
+    if isinstance(error, TemplateSyntaxError):
+        return error
+    return SourceError(
+        f"the chat template refuses it ({error}); expected roles and fields that the template knows. "
+        "Fix the record or give another --chat-template."
+    )

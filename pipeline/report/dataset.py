@@ -304,6 +304,19 @@ def _spelled_controls(facts: dict[str, Any]) -> list[str]:
     return [f"control text: {what}; it was kept as text (--parse-special reads it as control tokens)"]
 
 
+def _unrolled(facts: dict[str, Any]) -> list[str]:
+    """Say which conversations became several documents, and what that costs, as a line or none."""
+    unrolled = facts.get("unrolled")
+    if not unrolled:
+        return []
+    what = f"{counted(unrolled['conversations'], 'conversation')} with {counted(unrolled['turns'], 'trained answer')}"
+    factor = unrolled["tokens"] / unrolled["tokens_once"]
+    return [
+        f"unrolled: {what} became {counted(unrolled['documents'], 'document')} of {factor:.2f} times the tokens, since "
+        "the chat template rewrites earlier turns (--unroll never refuses them)"
+    ]
+
+
 def summary_lines(manifest: dict[str, Any], path: str) -> list[str]:
     """Return what a person wants to know when a build has finished, in a few lines."""
     totals, seq_len = manifest["totals"], manifest["seq_len"]
@@ -314,6 +327,7 @@ def summary_lines(manifest: dict[str, Any], path: str) -> list[str]:
     return [
         f"{path}: {', '.join(what)} in {counted(packs, 'pack')} of {seq_len:,} ({format_share(full)} full)",
         *(f"{thing} lost: {why}" for thing, why in losses if why),
+        *_unrolled(manifest["facts"]),
         *_spelled_controls(manifest["facts"]),
         f"dataset {manifest['dataset_id'][:16]}; see pack inspect {quote(path)}",
     ]

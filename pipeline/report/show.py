@@ -86,17 +86,23 @@ def decode_pack(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | N
     segments = [
         {
             "document": int(document),
+            "part": int(part),
             "record": record_of(plan, shard, sidecar, int(document)),
             "start": start,
             "tokens": stop - start,
             "document_offset": int(offset),
-            **find_neighbours(parts[int(document)], int(offset), _whole(sidecar, int(document))),
+            **find_neighbours(parts[document, part], int(offset), None if part else _whole(sidecar, int(document))),
             "targets": int(pack["loss_mask"][start:stop].sum()),
             "hidden_tokens": max(0, stop - start - tokens) if tokens is not None else 0,
             "runs": list(_runs(pack, start, stop if tokens is None else min(stop, start + tokens), decoder)),
         }
-        for start, stop, document, offset in zip(
-            bounds[:-1], bounds[1:], pack["doc_ids"], pack["doc_offsets"], strict=True
+        for start, stop, document, part, offset in zip(
+            bounds[:-1],
+            bounds[1:],
+            pack["doc_ids"].tolist(),
+            pack["doc_parts"].tolist(),
+            pack["doc_offsets"],
+            strict=True,
         )
     ]
     return {
@@ -142,17 +148,26 @@ def record_of(plan: Plan, shard: ShardEntry, sidecar: dict[str, Any], document: 
     return f"window {document >> WINDOW_SHIFT}, record {index}"
 
 
-def parts_of(dataset: Dataset, window: int, documents: set[int]) -> dict[int, list[tuple[int, int, int]]]:
-    """Return, for each of some documents of one window, its segments as (first token, tokens, pack), in order."""
-    parts: dict[int, list[tuple[int, int, int]]] = {document: [] for document in documents}
+def parts_of(dataset: Dataset, window: int, records: set[int]) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+    """Return the segments of the documents that some records of one window gave, each list in the document's order.
+
+    Args:
+        dataset: The dataset.
+        window: The window of the records.
+        records: Their `doc_ids`.
+
+    Returns:
+        For each document (`doc_id`, `doc_part`): first token, tokens, pack of each segment.
+    """
+    parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     shards = dataset.shards  # one a window, in order
     first = int(shards.columns["first_pack"][window]) if window < len(shards) else 0
     for row in range(first, first + shards[window]["rows"]) if window < len(shards) else ():
         pack = dataset[row]
-        columns = (pack["doc_ids"], pack["doc_offsets"], np.diff(pack["cu_seqlens"]))
-        for document, offset, tokens in zip(*(column.tolist() for column in columns), strict=True):
-            if document in parts:
-                parts[document].append((offset, tokens, row))
+        columns = (pack["doc_ids"], pack["doc_parts"], pack["doc_offsets"], np.diff(pack["cu_seqlens"]))
+        for record, part, offset, tokens in zip(*(column.tolist() for column in columns), strict=True):
+            if record in records:
+                parts.setdefault((record, part), []).append((offset, tokens, row))
     return {document: sorted(found) for document, found in parts.items()}
 
 
@@ -200,7 +215,8 @@ def rows_of_document(dataset: Dataset, document: int) -> list[int]:
     Raises:
         PackError: No pack holds any of it.
     """
-    parts = parts_of(dataset, document >> WINDOW_SHIFT, {document})[document]
+    documents = parts_of(dataset, document >> WINDOW_SHIFT, {document})
+    parts = [segment for key in sorted(documents) for segment in documents[key]]
     if not parts:
         name = f"{document >> WINDOW_SHIFT}:{document % 2**WINDOW_SHIFT}"
         raise PackError(
@@ -238,7 +254,8 @@ def segment_title(segment: DecodedPack, number: int) -> str:
             cuts.append(f"{counted(segment[lost], 'token')} {where} it LOST")
     first, last = segment["start"], segment["start"] + segment["tokens"] - 1
     place = f"tokens {first:,} to {last:,} (positions 0 to {last - first:,}), {counted(segment['targets'], 'target')}"
-    return f"segment {number}: {place}, {'; '.join([segment['record'], *cuts])}"
+    record = segment["record"] + (f", document {segment['part'] + 1} of it" if segment["part"] else "")
+    return f"segment {number}: {place}, {'; '.join([record, *cuts])}"
 
 
 def pack_view(pack: DecodedPack, *, colour: bool) -> Iterator[Text]:

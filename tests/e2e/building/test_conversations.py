@@ -3,11 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from pipeline import BuildConfig, build
+from pipeline.building.audit import audit_sources
+from pipeline.cli import main
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
+from pipeline.report.dataset import summary_lines
+from shards import Dataset, verify
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 TALK = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three four"}]
@@ -57,3 +63,47 @@ def test_an_end_mark_that_nobody_trained_on_is_not_named(corpus, tokenizer_dir, 
     text = (TEMPLATES / "chatml.jinja").read_text().replace("'<|im_end|>\\n'", "'\\n'")
     manifest = made(corpus, tokenizer_dir, tmp_path / "out", chat_template=text, add_eos=False)
     assert manifest["facts"]["trained_end_ids"] == []
+
+
+class TestUnrolled:
+    """A template that rewrites earlier turns."""
+
+    @pytest.fixture
+    def unrolled(self, tokenizer_dir, tmp_path):
+        talks = [TALK, [*TALK, {"role": "user", "content": "five"}, {"role": "assistant", "content": "six seven"}]]
+        path = tmp_path / "chats.jsonl"
+        path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks * 10))
+        text = (TEMPLATES / "thinking.jinja").read_text()
+        return made(str(path), tokenizer_dir, tmp_path / "out", chat_template=text), str(path), tmp_path / "out"
+
+    def test_the_balance_counts_conversations_answers_and_documents(self, unrolled, tokenizer_dir):
+        manifest, _, path = unrolled
+        assert manifest["totals"]["documents"]["read"] == 10 * (1 + 2)
+        assert manifest["totals"]["documents"]["packed"] == 10 * (1 + 2)
+        lengths: dict[tuple[int, int], int] = {}
+        for pack in Dataset(path):
+            for length, *document in zip(np.diff(pack["cu_seqlens"]), pack["doc_ids"], pack["doc_parts"], strict=True):
+                lengths[tuple(map(int, document))] = lengths.get(tuple(map(int, document)), 0) + int(length)
+        assert set(lengths) == {(record, part) for record in range(20) for part in range(1 + record % 2)}
+        second = [lengths[record, 1] for record in range(1, 20, 2)]
+        facts = {"conversations": 10, "turns": 20, "documents": 20, "tokens_once": sum(second)}
+        facts["tokens"] = sum(second) + sum(lengths[record, 0] for record in range(1, 20, 2))
+        assert manifest["facts"]["unrolled"] == facts
+
+    def test_it_verifies_and_holds_its_source(self, unrolled):
+        _, source, path = unrolled
+        assert verify(path, level="full").ok
+        report = verify(path)
+        audit_sources(str(path), (source,), report)
+        assert report.ok, report.problems
+
+    def test_a_document_is_shown_with_its_number_within_its_record(self, unrolled):
+        _, _, path = unrolled
+        result = CliRunner().invoke(main, ["show", str(path), "--doc", "0:1"])
+        assert result.exit_code == 0, result.output
+        assert ", document 2 of it" in result.output
+
+    def test_the_summary_says_what_it_costs(self, unrolled):
+        manifest, _, path = unrolled
+        line = next(line for line in summary_lines(manifest, str(path)) if line.startswith("unrolled"))
+        assert "10 conversations with 20 trained answers became 20 documents" in line

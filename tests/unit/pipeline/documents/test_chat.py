@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,28 @@ class TestHistory:
 
     def test_rewritten_turns_are_refused_with_the_ways_out(self, encoder):
         with pytest.raises(SourceError) as caught:
-            one(encoder, TALK, "thinking")
+            one(encoder, TALK, "thinking", unroll="never")
         message = str(caught.value)
         assert message.startswith("record 0: the chat template rewrites earlier turns: ")
-        assert all(way in message for way in ("generation %}", "--train-on last-assistant", "--train-on all"))
+        ways = ("--unroll auto", "generation %}", "--train-on last-assistant", "--train-on all")
+        assert all(way in message for way in ways)
         assert "\n" not in message
+
+    def test_each_answer_gets_the_text_that_the_template_shows_at_its_time(self, encoder, full):
+        documents = make(encoder, [{"messages": TALK}, {"messages": [ASK, REPLY]}], "thinking")
+        head, middle, end = TALK_TEXT.partition("Paris.<|im_end|>\n")
+        block = "<think>\n\n</think>\n\n"
+        texts = [
+            head + block + middle,
+            head + middle + end.replace("Sleep", block + "Sleep"),
+            ASK_TEXT + block + middle,
+        ]
+        wanted = [expected(full, *pair) for pair in zip(texts, (*ANSWERS, ANSWERS[0]), strict=True)]
+        found = [documents.input_ids[start:stop].tolist() for start, stop in pairwise(documents.offsets)]
+        masks = [[0, *documents.mask_of(start + 1, stop).tolist()] for start, stop in pairwise(documents.offsets)]
+        assert list(zip(found, masks, strict=True)) == wanted
+        assert documents.doc_ids.tolist() == [0, 0, 1]
+        assert documents.doc_parts.tolist() == [0, 1, 0]
 
     @pytest.mark.parametrize("train_on", ["last-assistant", "all"])
     def test_the_ways_out_work(self, encoder, full, train_on):
@@ -223,6 +241,21 @@ def test_an_eos_that_closes_every_rendering_is_no_rewriting(encoder, full):
     assert one(encoder, TALK, "closes") == expected(
         full, TALK_TEXT + "</s>", ANSWERS[0], "Sleep for a while<|im_end|>\n</s>"
     )
+
+
+def test_an_answer_whose_end_mark_changes_as_the_talk_goes_on_is_trained_with_the_mark_of_its_moment(encoder, full):
+    head = "<|im_start|>system\nReasoning: medium<|im_end|>"
+    ask = f"{head}<|im_start|>user\n{USER}<|im_end|><|im_start|>assistant"
+    documents = make(encoder, [{"messages": [ASK, REPLY, AGAIN]}, {"messages": [ASK, REPLY, AGAIN, LAST]}], "harmony")
+    first = "<|channel|>final\nParis.</s>"
+    last = "<|channel|>final\nSleep for a while</s>"
+    whole = (
+        f"{ask}{first.replace('</s>', '<|im_end|>')}<|im_start|>user\nAnd then?<|im_end|><|im_start|>assistant{last}"
+    )
+    wanted = [expected(full, ask + first, first), expected(full, ask + first, first), expected(full, whole, last)]
+    found = [documents.input_ids[start:stop].tolist() for start, stop in pairwise(documents.offsets)]
+    masks = [[0, *documents.mask_of(start + 1, stop).tolist()] for start, stop in pairwise(documents.offsets)]
+    assert list(zip(found, masks, strict=True)) == wanted
 
 
 class TestEnd:
