@@ -4,6 +4,8 @@
 """
 
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,9 @@ from shards.publish import LocalStore, canonical, seal
 from shards.schema import layout_of
 from shards.sidecar import make_sidecar, sidecar_name
 from shards.writer import PackedRows, write_shard
+
+# Proofs about tokenizers are kept between builds; those of a test run neither come from the user nor stay there.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardpack-tests-")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

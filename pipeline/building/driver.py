@@ -40,14 +40,15 @@ from pipeline.building.sidecars import (
     check_totals,
     summarize_sidecars,
 )
-from pipeline.building.startup import SMALL_BYTES, start_compiling
+from pipeline.building.startup import SMALL_BYTES, EngineTrust, start_compiling
 from pipeline.building.stores import io_errors, open_store
 from pipeline.building.tasks import StreamTasks, all_tasks, first_tasks, planned_tasks
 from pipeline.building.window import Job, Task
 from pipeline.config import BuildConfig
-from pipeline.documents.encoder import REFERENCE, Encoder
+from pipeline.documents.encoder import Encoder, EngineChoice
+from pipeline.documents.engines import REFERENCE
 from pipeline.documents.make import DocumentMaker, check_options, with_trained_template
-from pipeline.documents.tokenizer import load_spec, spec_from_files
+from pipeline.documents.tokenizer import image_of, load_spec, spec_from_files
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import check_unchanged, resolve_sources
 from pipeline.sources.files import changed
@@ -153,7 +154,9 @@ def _make_job(config: BuildConfig, progress: Progress) -> Job:
             f"tokenizer: its BPE dropout of {spec.dropout:g} is switched off: a text always gives the same ids"
         )
     plan = plan_of(config, sources, spec.as_plan(), windows, part_bytes)
-    return Job(plan, plan_id(plan), sources, str(config.out), files, config.tokenizer_engine, config.on_error)
+    specials = {source.options.parse_special for source in sources}
+    images = {special: image_of(files, spec, parse_special=special) for special in specials}
+    return Job(plan, plan_id(plan), sources, str(config.out), files, images, EngineChoice(), config.on_error)
 
 
 def _refuse_idle_policy(config: BuildConfig) -> None:
@@ -202,6 +205,8 @@ class _Build:
         self.begin = begin
         self.stream = StreamTasks(job.plan, job.sources)
         self.num_windows = len(job.plan["windows"])
+        sizes = [file.bytes for source in job.sources for file in source.files]
+        self.raw_bytes = None if None in sizes else sum(size or 0 for size in sizes)
         self.tokens_read = 0
         self.wait_s = 0.0
 
@@ -220,16 +225,28 @@ class _Build:
             self._try_first_records()
         prepare(self.store, state, decision, job)
         self.lock.share()
-        if not config.finalize:
-            self._run_windows({} if decision.action == "start" else committed)
+        contents = [image.content for image in job.images.values()]
+        size = 0 if config.finalize else self.raw_bytes
+        trust = EngineTrust(contents, config.tokenizer_engine, size, config.workers, progress.on_message)
+        self.job = replace(job, engines=trust.choice)
+        try:
+            if not config.finalize:
+                self._run_windows({} if decision.action == "start" else committed)
+            return self._result(trust)
+        finally:
+            trust.stop()
+
+    def _result(self, trust: EngineTrust) -> BuildResult:
+        """Commit, unless other parts of the build still have windows to make."""
+        job, config = self.job, self.config
         there = self.store.sizes("shards")
         missing = sum(f"{number:08d}.json" not in there for number in range(self.num_windows))
         if missing and config.windows and not config.finalize:
-            progress.on_message(
+            self.progress.on_message(
                 f"{job.out}: {missing:,} of {counted(self.num_windows, 'window')} still to come; the last part commits"
             )
             return BuildResult(path=job.out, plan_id=job.plan_id, manifest=None, unfinished=missing)
-        return BuildResult(path=job.out, plan_id=job.plan_id, manifest=self._finish())
+        return BuildResult(path=job.out, plan_id=job.plan_id, manifest=self._finish(trust))
 
     def _still_valid(self, state: OutputState) -> dict[int, CommittedWindow]:
         """Return the committed windows of this plan whose shard is there and whose corpus is as it was."""
@@ -271,7 +288,8 @@ class _Build:
             if batch is None:
                 continue
             first = replace(batch, values=batch.values[:FIRST_RECORDS], indices=batch.indices[:FIRST_RECORDS])
-            encoder = Encoder(job.tokenizer_files, engine=REFERENCE, parse_special=source.options.parse_special)
+            special = source.options.parse_special
+            encoder = Encoder(job.images[special], engine=REFERENCE, parse_special=special)
             DocumentMaker(encoder, source.options).make(first)
             if len(reader.rejected) == reader.num_records > 0 and self.config.max_rejected < 1:
                 raise PackError(f"{reader.rejected[0]}; expected records that can be read. Nothing was removed.")
@@ -279,10 +297,8 @@ class _Build:
     def _run_windows(self, committed: dict[int, CommittedWindow]) -> None:
         """Run what is missing."""
         job, config = self.job, self.config
-        sizes = [file.bytes for source in job.sources for file in source.files]
-        raw_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-        self.progress.begin(raw_bytes)
-        if raw_bytes is None or raw_bytes > SMALL_BYTES:
+        self.progress.begin(self.raw_bytes)
+        if self.raw_bytes is None or self.raw_bytes > SMALL_BYTES:
             start_compiling(layout_of(job.plan), self.progress.on_message)
         begin, busy_s, tally = time.perf_counter(), 0.0, Tally(config.max_rejected)
 
@@ -307,12 +323,15 @@ class _Build:
         self.num_windows = self.stream.next_window
         self.wait_s = max(0.0, workers * (time.perf_counter() - begin) - busy_s)
 
-    def _finish(self) -> Manifest:
+    def _finish(self, trust: EngineTrust) -> Manifest:
         """Look at all windows together, build again what is in doubt, and commit."""
         job, config = self.job, self.config
         check_unchanged(job.sources)
         summary = self._summarize()
-        if summary.engine_differed and summary.fast_windows:
+        proofs = trust.settle(summary.unproven)
+        settled = {(proof.engine, proof.version) for proof in proofs}
+        differed = summary.engine_differed or any(proof.result != "equal" for proof in proofs)
+        if (differed or summary.unproven - settled) and summary.fast_windows:
             self.progress.on_message(
                 "the fast tokenizer engine gave other ids than the reference somewhere; "
                 f"building its {counted(len(summary.fast_windows), 'window')} again with {REFERENCE}"
@@ -338,6 +357,7 @@ class _Build:
             "trained_end_ids": sorted(summary.trained_end_ids),
             "unrolled": summary.unrolled,
             "spelled_controls": summary.spelled_controls,
+            "tokenizer_proofs": [asdict(proof) for proof in proofs],
         }
         return self._commit(summary, facts)
 
@@ -377,7 +397,7 @@ def rebuild_with_reference(job: Job, config: BuildConfig, windows: set[int]) -> 
         )
     tasks = (task for task in all_tasks(job.plan, job.sources) if task.window in windows)
     workers = min(config.workers, len(windows))
-    for _ in ENGINES[config.engine](replace(job, tokenizer_engine=REFERENCE), tasks, workers):
+    for _ in ENGINES[config.engine](replace(job, engines=EngineChoice()), tasks, workers):
         pass
 
 

@@ -45,9 +45,9 @@ class Worker:
         options, stages = self.job.sources[task.source].options, Stages()
         special = options.parse_special
         if special not in self.encoders:
-            files, engine = self.job.tokenizer_files, self.job.tokenizer_engine
+            image, engines = self.job.images[special], self.job.engines
             with stages.time("load"):
-                self.encoders[special] = Encoder(files, engine=engine, parse_special=special)
+                self.encoders[special] = Encoder(image, engine=engines, parse_special=special)
         if options not in self.makers:
             self.makers[options] = DocumentMaker(self.encoders[special], options)
         return run_window(self.job, task, self.store, self.makers[options], stages)

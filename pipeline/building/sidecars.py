@@ -7,7 +7,7 @@ again if its ids ever differ; and a dataset with hardly anything to train on is 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.documents.encoder import REFERENCE
+from pipeline.documents.engines import REFERENCE
 from pipeline.documents.make import explain_no_targets
 from pipeline.formatting import format_reasons
 from pipeline.sources.windows import Slice, Source
@@ -88,6 +88,8 @@ class SidecarSummary(NamedTuple):
     "Files in shards/ that belong to the dataset."
     fast_windows: set[int]
     "Windows that a fast tokenizer engine wrote."
+    unproven: set[tuple[str, str]]
+    "Fast engines, with their versions, that were compared with the reference on a sample of their windows only."
     engine_differed: bool
     "Whether it gave other ids than the reference in any window."
     trained_end_ids: set[int]
@@ -107,6 +109,7 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
     """
     files: set[str] = set()
     fast_windows: set[int] = set()
+    unproven: set[tuple[str, str]] = set()
     trained_end_ids: set[int] = set()
     unrolled: dict[str, int] = {}
     spelled_controls: dict[str, Any] = {}
@@ -125,10 +128,12 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
         engine_differed |= fact["guard"]["result"] == "differs"
         if fact["engine"] != REFERENCE:
             fast_windows.add(sidecar["window"])
+            if not fact["guard"].get("compares_all"):
+                unproven.add((fact["engine"], fact["version"]))
         windows.append(committed_window(sidecar))
     tally.check()
     return SidecarSummary(
-        totals, files, fast_windows, engine_differed, trained_end_ids, unrolled, spelled_controls, windows
+        totals, files, fast_windows, unproven, engine_differed, trained_end_ids, unrolled, spelled_controls, windows
     )
 
 

@@ -14,7 +14,9 @@ import numpy as np
 
 from pipeline.building.inputs import file_marks
 from pipeline.building.stages import Stages
+from pipeline.documents.encoder import EngineChoice
 from pipeline.documents.make import DocumentMaker
+from pipeline.documents.tokenizer import TokenizerImage
 from pipeline.packing.accounting import cut_documents
 from pipeline.packing.packers import PACKERS, lower_bound
 from pipeline.packing.rows import align_up, assemble_rows
@@ -60,7 +62,9 @@ class Job:
     sources: list[Source]
     out: str
     tokenizer_files: dict[str, bytes]
-    tokenizer_engine: str
+    images: dict[bool, TokenizerImage]
+    "What encoders are made of, by `parse_special`."
+    engines: EngineChoice
     on_error: str
 
 

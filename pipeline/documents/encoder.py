@@ -1,104 +1,74 @@
 """Texts to flat arrays of ids, by the fastest engine that proves to agree with the reference.
 
-The reference is `tokenizers` (1.4 MB/s a core on Llama-3.1); `fastokens` and `gigatoken` give the same ids at 30 to 45
-MB/s. Trust is earned in every process: a fixed set of hard texts, the first documents, and pieces of at most 0.1 % of
-the bytes all along the run are encoded by both. One difference, and this encoder uses the reference for good, starting
-with the batch at hand; the build redoes what the fast engine made elsewhere. A new engine is an entry in `ENGINES`.
+Every process checks the fast engine: a fixed set of hard texts, the first documents, and pieces of at most 0.1 % of the
+bytes all along the run are encoded by both. One difference, and this encoder uses the reference for good, starting with
+the batch at hand; the build redoes what the fast engine made elsewhere. Every character there is is compared once for a
+tokenizer, beside a build (`proof.py`).
 """
 
-import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import metadata
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.documents.added_tokens import SpelledControls
-from pipeline.documents.tokenizer import (
-    JSON,
-    full_json,
-    parse,
-    plain_json,
-    read_files,
-    spec_from_files,
-    unknown_id,
+from pipeline.documents.engines import (
+    ENGINES,
+    REFERENCE,
+    Encode,
+    Ids,
+    Offsets,
+    Reference,
+    is_engine_fault,
+    reference_is_fast,
+    single_threaded,
 )
+from pipeline.documents.tokenizer import TokenizerImage, image_of, read_files, spec_from_files
 from shards.errors import TokenizerError, reason_of
 
-Ids = npt.NDArray[np.int32]
-Offsets = npt.NDArray[np.int64]
-Encode = Callable[[list[str]], tuple[Ids, Offsets]]
-
-CHUNK_CHARS = 1 << 19  # the reference keeps about 100 bytes a token while it works
 FIRST_BYTES = 1 << 16  # of the first documents, compared before the running sample begins
 PIECE_CHARS = 4096  # longest piece of a document that is compared
 SAMPLE_SHARE = 0.001  # of all bytes; the reference is 30 times slower, so this costs about 3 %
 
 
-class Engine(NamedTuple):
-    """A way to encode: the package that holds it, and a function from a tokenizer.json to an `Encode`."""
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """Which engines an encoder may use beside the reference, and from when on."""
 
-    package: str
-    open: Callable[[bytes], Encode]
+    engines: tuple[str, ...] = ()
+    "Fast engines to try, in order: keys of ENGINES; empty for the reference alone."
+    required: bool = False
+    "Whether it is an error that none of them can be used."
+    patience_chars: int = 0
+    "Characters that the reference encodes first: a small corpus is done before a fast engine is loaded."
+    compare_all: bool = False
+    "Compare every text with the reference, not a sample: for an engine that nobody has compared on every character."
 
+    @classmethod
+    def named(cls, name: str) -> "EngineChoice":
+        """Return the choice that a name stands for: auto, or a key of ENGINES.
 
-def _open_tokenizers(content: bytes) -> Encode:
-    tokenizer = _reference(content)
-
-    def encode(texts: list[str]) -> tuple[Ids, Offsets]:
-        parts, lengths = [np.empty(0, np.int32)], list[int]()
-        for chunk in _chunks(texts):
-            ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False)]
-            lengths += map(len, ids)
-            parts.append(np.fromiter(chain.from_iterable(ids), dtype=np.int32))
-        return np.concatenate(parts), running_sum(lengths)
-
-    return encode
-
-
-def _open_fastokens(content: bytes) -> Encode:
-    import fastokens
-
-    tokenizer = fastokens.Tokenizer.from_json_str(content.decode("utf-8"))
-
-    def encode(texts: list[str]) -> tuple[Ids, Offsets]:
-        ids, offsets = tokenizer.encode_batch_flat(texts)
-        return np.frombuffer(ids, dtype=np.int32), np.frombuffer(offsets, dtype=np.int64)
-
-    return encode
-
-
-def _open_gigatoken(content: bytes) -> Encode:
-    import gigatoken
-
-    tokenizer = gigatoken.Tokenizer.from_json(content)
-
-    def encode(texts: list[str]) -> tuple[Ids, Offsets]:
-        layout = tokenizer.encode_batch(texts, parallel=False).layout.to_ListOffsetArray64(True)
-        ids = np.asarray(layout.content.data)[: layout.offsets[-1]]
-        return ids.astype(np.int32), np.asarray(layout.offsets, dtype=np.int64)
-
-    return encode
-
-
-REFERENCE = "tokenizers"
-ENGINES = {
-    "fastokens": Engine("fastokens", _open_fastokens),
-    "gigatoken": Engine("gigatoken", _open_gigatoken),
-    REFERENCE: Engine("tokenizers", _open_tokenizers),
-}
+        Raises:
+            TokenizerError: There is no such engine.
+        """
+        if name == "auto":
+            fast = () if reference_is_fast() else tuple(engine for engine in ENGINES if engine != REFERENCE)
+            return cls(engines=fast)
+        if name not in ENGINES:
+            raise TokenizerError(f"tokenizer_engine: {name!r}; expected auto or one of {', '.join(ENGINES)}.")
+        return cls() if name == REFERENCE else cls(engines=(name,), required=True)
 
 
 class Encoder:
     """One tokenizer in one process; encodes on the calling thread, so that processes do not fight over cores.
 
     Args:
-        tokenizer: Directory, hub name, or the files themselves (name -> content).
-        engine: A key of ENGINES, or auto: the first fast one that is installed, can hold this tokenizer and agrees.
+        tokenizer: Directory, hub name, the files themselves (name -> content), or an image made for `parse_special`.
+        engine: A key of ENGINES, or auto: the first fast one that is installed, can hold this tokenizer and agrees; or
+            an `EngineChoice`.
         parse_special: Read control text as control tokens; plain text otherwise.
 
     Raises:
@@ -106,34 +76,36 @@ class Encoder:
     """
 
     def __init__(
-        self, tokenizer: str | Path | Mapping[str, bytes], *, engine: str = "auto", parse_special: bool = False
+        self,
+        tokenizer: str | Path | Mapping[str, bytes] | TokenizerImage,
+        *,
+        engine: str | EngineChoice = "auto",
+        parse_special: bool = False,
     ) -> None:
-        if engine != "auto" and engine not in ENGINES:
-            raise TokenizerError(f"--tokenizer-engine: {engine!r}; expected auto or one of {', '.join(ENGINES)}.")
-        os.environ.setdefault("RAYON_NUM_THREADS", "1")
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        name = "tokenizer" if isinstance(tokenizer, Mapping) else str(tokenizer)
-        files = tokenizer if isinstance(tokenizer, Mapping) else read_files(name)
-        parsed = parse(files.get(JSON), f"{name}/{JSON}")
-        self.spec = spec_from_files(files, name)
-        self.parse_special = parse_special
+        self.choice = EngineChoice.named(engine) if isinstance(engine, str) else engine
+        single_threaded()
+        if not isinstance(tokenizer, TokenizerImage):
+            name = "tokenizer" if isinstance(tokenizer, Mapping) else str(tokenizer)
+            files = tokenizer if isinstance(tokenizer, Mapping) else read_files(name)
+            tokenizer = image_of(files, spec_from_files(files, name), parse_special=parse_special)
+        self.spec, self.content, self.parse_special = tokenizer.spec, tokenizer.content, parse_special
         self.guard_failed = False
-        named = self.spec.special_tokens.values()
-        self.content = full_json(parsed) if parse_special else plain_json(parsed, named)
         self.spelled = SpelledControls(() if parse_special else self.spec.added)
-        self._spans_tokenizer: Any = None
         self._control = np.zeros(self.spec.max_id + 1, dtype=bool)
         self._control[list(self.spec.added.values())] = not parse_special
-        if (unknown := unknown_id(parsed)) is not None:  # text may hold what the vocabulary cannot spell
-            self._control[unknown] = False
-        self._reference = ENGINES[REFERENCE].open(self.content)
+        if tokenizer.unknown_id is not None:  # text may hold what the vocabulary cannot spell
+            self._control[tokenizer.unknown_id] = False
+        self._spans = Reference(self.content)
+        self._reference = self._spans.encode
         self._check_control()
-        self._engine, self._fast = self._choose(engine)
         self._checked = {"documents": 0, "bytes": 0}
         self._first_bytes, self._credit = FIRST_BYTES, 0.0
         self._random = random.Random(0)
-        if self._fast is not None and not self._agree(list(hard_texts(self.spec.added))):
-            self._distrust()
+        self._engine: str = REFERENCE
+        self._fast: Encode | None = None
+        self._patience = self.choice.patience_chars
+        if self._patience == 0:
+            self._open_fast()
 
     def encode(self, texts: list[str]) -> tuple[Ids, Offsets]:
         """Encode texts, adding nothing before or after.
@@ -145,6 +117,10 @@ class Encoder:
             TokenizerError: A text holds a lone surrogate, which has no UTF-8 form.
         """
         self.spelled.look_at(texts)
+        if self._patience > 0:
+            self._patience -= sum(map(len, texts))
+            if self._patience <= 0:
+                self._open_fast()
         try:
             fast = self._run_fast(texts) if self._fast is not None else None
             return self._reference(texts) if fast is None else fast
@@ -157,11 +133,11 @@ class Encoder:
         Returns:
             `ids`: int32 (num_tokens,); `spans`: int32 (num_tokens, 2), first and one-past-last character of each token,
             as Python indexes a `str`. Tokens of one multi-byte character share its span.
+
+        Raises:
+            TokenizerError: The version of `tokenizers` that is installed gives no offsets.
         """
-        if self._spans_tokenizer is None:
-            self._spans_tokenizer = _reference(self.content)
-        encoding = self._spans_tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2)
+        return self._spans.encode_with_spans(text)
 
     def facts(self) -> dict[str, Any]:
         """Return engine, version and guard result: facts of this run that never change the bytes."""
@@ -169,33 +145,33 @@ class Encoder:
         used = REFERENCE if self._fast is None else self._engine
         return {
             "engine": used,
-            "version": metadata.version(ENGINES[used].package),
+            "version": ENGINES[used].version,
             "guard": {
                 "engine": self._engine,
                 "result": result,
+                "compares_all": self.choice.compare_all,
                 "checked_documents": self._checked["documents"],
                 "checked_bytes": self._checked["bytes"],
             },
         }
 
-    def _choose(self, asked: str) -> tuple[str, Encode | None]:
-        """Open the engine asked for, or the first fast one that can hold this tokenizer."""
-        if asked == REFERENCE:
-            return REFERENCE, None
-        for name in ENGINES if asked == "auto" else (asked,):
-            if name == REFERENCE:
-                continue
+    def _open_fast(self) -> None:
+        """Open the first fast engine of the choice that can hold this tokenizer, and compare it on the fixed texts."""
+        for name in self.choice.engines:
             try:
-                return name, ENGINES[name].open(self.content)
+                self._fast, self._engine = ENGINES[name].open(self.content), name
+                break
             except BaseException as error:
-                if not _is_engine_fault(error):
+                if not is_engine_fault(error):
                     raise
-                if asked != "auto":
+                if self.choice.required:
                     raise TokenizerError(
-                        f"--tokenizer-engine {name}: cannot be used ({reason_of(error)}). "
+                        f"tokenizer_engine {name}: cannot be used ({reason_of(error)}). "
                         f"Install it, or use auto or {REFERENCE}."
                     ) from None
-        return REFERENCE, None
+        texts = list(hard_texts([*self.spec.added, *(text for text in self.spec.flags if text not in self.spec.added)]))
+        if self._fast is not None and not self._agree(texts):
+            self._distrust()
 
     def _run_fast(self, texts: list[str]) -> tuple[Ids, Offsets] | None:
         """Encode by the fast engine and compare a sample; None, and the reference from now on, where they differ."""
@@ -203,7 +179,7 @@ class Encoder:
         try:
             ids, offsets = self._fast(texts)
         except BaseException as error:
-            if isinstance(error, UnicodeEncodeError | TypeError) or not _is_engine_fault(error):
+            if isinstance(error, UnicodeEncodeError | TypeError) or not is_engine_fault(error):
                 raise
             self._distrust()
             return None
@@ -220,12 +196,14 @@ class Encoder:
 
     def _sample(self, texts: list[str]) -> list[str]:
         """Pick pieces: the heads of the first documents, then places at random within the share allowed."""
+        if self.choice.compare_all:
+            return texts
         pieces: list[str] = []
-        for text in texts if self._first_bytes > 0 else ():
-            pieces.append(text[: min(PIECE_CHARS, self._first_bytes)])
-            self._first_bytes -= len(pieces[-1].encode("utf-8"))
+        for text in texts:
             if self._first_bytes <= 0:
                 break
+            pieces.append(text[: min(PIECE_CHARS, self._first_bytes)])
+            self._first_bytes -= len(pieces[-1].encode("utf-8"))
         self._credit += SAMPLE_SHARE * sum(map(len, texts))  # characters: never more than the bytes
         while texts and self._credit >= PIECE_CHARS:
             text = texts[self._random.randrange(len(texts))]
@@ -244,7 +222,7 @@ class Encoder:
         try:
             ids, offsets = self._fast(texts)
         except BaseException as error:
-            if not _is_engine_fault(error):
+            if not is_engine_fault(error):
                 raise
             return False
         expected_ids, expected_offsets = self._reference(texts)
@@ -262,11 +240,6 @@ class Encoder:
                 f"tokenizer: plain text still becomes the control token with id {forged[0]}; expected plain tokens. "
                 "Use --parse-special, or report this tokenizer."
             )
-
-
-def running_sum(lengths: npt.ArrayLike) -> Offsets:
-    """Return 0 and the running sums of lengths; int64 (num_lengths + 1,)."""
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def hard_texts(added: Iterable[str] = ()) -> Iterator[str]:
@@ -303,29 +276,3 @@ def _surrogate_error(texts: list[str]) -> TokenizerError:
                 "expected text that UTF-8 can hold. Repair the record, or use --on-error skip."
             )
     raise AssertionError("an engine refused texts that are all valid")
-
-
-def _reference(content: bytes) -> Any:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises exactly this class for whatever it cannot read
-        raise TokenizerError(f"tokenizer: {error}; expected a tokenizer.json that `tokenizers` can load.") from None
-
-
-def _is_engine_fault(error: BaseException) -> bool:
-    """Whether a native engine failed, a Rust panic included, which is no `Exception`."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _chunks(texts: list[str]) -> Iterator[list[str]]:
-    """Group texts to about CHUNK_CHARS characters."""
-    start = size = 0
-    for index, text in enumerate(texts):
-        size += len(text)
-        if size >= CHUNK_CHARS:
-            yield texts[start : index + 1]
-            start, size = index + 1, 0
-    if start < len(texts):
-        yield texts[start:]

@@ -19,7 +19,8 @@ from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import AddedTokens
 from pipeline.documents.chat import Rendering, Target
 from pipeline.documents.conversations import ConversationRenderer
-from pipeline.documents.encoder import Encoder, running_sum
+from pipeline.documents.encoder import Encoder
+from pipeline.documents.engines import running_sum
 from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
 from pipeline.documents.messages import Conversation, chat_conversation, instruction
 from pipeline.documents.template import ChatTemplate

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import orjson
 
 from pipeline.documents.chat import Rendering, Target
-from pipeline.documents.encoder import REFERENCE, Encoder, running_sum
+from pipeline.documents.encoder import Encoder
+from pipeline.documents.engines import REFERENCE, running_sum
 from pipeline.documents.tokenizer import BYTE_TOKEN
 from pipeline.tokens import Documents
 

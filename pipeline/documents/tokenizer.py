@@ -77,6 +77,30 @@ class TokenizerSpec:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenizerImage:
+    """What an encoder is made of, derived from the files once and handed to every worker."""
+
+    spec: TokenizerSpec
+    content: bytes
+    "The tokenizer.json to encode with: `plain_json` or `full_json`."
+    unknown_id: int | None
+    "See the function of that name."
+
+
+def image_of(files: Mapping[str, bytes], spec: TokenizerSpec, *, parse_special: bool) -> TokenizerImage:
+    """Derive what an encoder is made of.
+
+    Args:
+        files: The tokenizer's files (name -> content).
+        spec: What `spec_from_files` read from them.
+        parse_special: Whether control text becomes control tokens.
+    """
+    tokenizer = parse(files.get(JSON), JSON)
+    content = full_json(tokenizer) if parse_special else plain_json(tokenizer, spec.special_tokens.values())
+    return TokenizerImage(spec=spec, content=content, unknown_id=unknown_id(tokenizer))
+
+
 def load_spec(name_or_dir: str) -> tuple[TokenizerSpec, dict[str, bytes]]:
     """Read a tokenizer by directory or hub name.
 

@@ -50,7 +50,8 @@ class Decoder:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of added tokens: those that steer a model rather than spell text."""
-        return frozenset(self._tokenizer.get_added_tokens_decoder())
+        content = json.loads((self.directory / "tokenizer.json").read_bytes())
+        return frozenset(token["id"] for token in content.get("added_tokens") or ())
 
     def text(self, ids: np.ndarray, before: np.ndarray) -> str:
         """Decode `ids`, which follow the ids `before`: decoders drop a space at the start of a text, not inside it."""

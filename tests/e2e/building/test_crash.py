@@ -17,11 +17,11 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-import pipeline.documents.encoder
 import shards.publish
 import shards.writer
 from pipeline import BuildConfig, build
-from pipeline.documents.encoder import ENGINES, Engine
+from pipeline.building.progress import Progress
+from pipeline.documents.engines import ENGINES, Encode, Engine
 from shards import Dataset, PackError, verify
 
 HERE = Path(__file__).parent
@@ -388,7 +388,7 @@ def test_a_full_disk_is_one_line_about_space_and_resumes_when_there_is_room(serv
 def liar(honest_documents: int) -> Engine:
     """An engine that gives the reference's ids for a while, then others."""
 
-    def open_liar(content: bytes) -> pipeline.documents.encoder.Encode:
+    def open_liar(content: bytes) -> Encode:
         reference, seen = ENGINES["tokenizers"].open(content), [0]
 
         def encode(texts: list[str]) -> Any:
@@ -401,7 +401,7 @@ def liar(honest_documents: int) -> Engine:
     return Engine("tokenizers", open_liar)
 
 
-class Listener(pipeline.building.progress.Progress):
+class Listener(Progress):
     def __init__(self) -> None:
         self.said: list[str] = []
 

@@ -14,6 +14,7 @@ from pipeline.building.output import (
 )
 from pipeline.building.window import Job
 from pipeline.config import BuildConfig, RecordOptions
+from pipeline.documents.encoder import EngineChoice
 from pipeline.sources.windows import Source, SourceFile
 from shards.errors import PackError
 from shards.manifest import Manifest, datasets_files, digest_files
@@ -43,7 +44,7 @@ def job(seq_len: int = 64, location: str = "/c.jsonl") -> Job:
         windows=[[0, [[0, 0, 10]]]],
         part_bytes=1,
     )
-    return Job(plan, plan_id(plan), [source], "out", {"tokenizer.json": b"{}"}, "tokenizers", "fail")
+    return Job(plan, plan_id(plan), [source], "out", {"tokenizer.json": b"{}"}, {}, EngineChoice(), "fail")
 
 
 def config(**changes: Any) -> BuildConfig:

@@ -12,7 +12,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from pipeline.documents import encoder as tokenizing
-from pipeline.documents.encoder import ENGINES, REFERENCE, Encoder, Engine, hard_texts
+from pipeline.documents import engines
+from pipeline.documents.encoder import Encoder, EngineChoice, hard_texts
+from pipeline.documents.engines import ENGINES, REFERENCE, Engine
 from pipeline.documents.tokenizer import control_tokens, full_json, load_spec, plain_json, spec_from_files
 from shards.errors import TokenizerError
 
@@ -397,6 +399,13 @@ def test_a_model_with_code_of_its_own_may_have_a_plain_tokenizer(tokenizer_dir, 
     assert load_spec(str(directory))[0] == load_spec(tokenizer_dir)[0]
 
 
+def test_where_the_reference_is_fast_itself_auto_takes_no_other(monkeypatch):
+    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.0.0rc3")
+    assert EngineChoice.named("auto") == EngineChoice()
+    monkeypatch.setattr(engines.metadata, "version", lambda _: "0.23.3")
+    assert EngineChoice.named("auto").engines == ("fastokens", "gigatoken")
+
+
 # Flat output
 
 
@@ -415,7 +424,7 @@ def test_every_engine_gives_flat_arrays(tokenizer_dir, engine):
 def test_chunks_of_the_reference_do_not_show(tokenizer_dir, monkeypatch):
     texts = ["one two three", "", "four"] * 20
     whole = Encoder(tokenizer_dir, engine=REFERENCE).encode(texts)
-    monkeypatch.setattr(tokenizing, "CHUNK_CHARS", 10)
+    monkeypatch.setattr(engines, "CHUNK_CHARS", 10)
     parts = Encoder(tokenizer_dir, engine=REFERENCE).encode(texts)
     assert all(np.array_equal(a, b) for a, b in zip(whole, parts, strict=True))
 
@@ -573,11 +582,41 @@ def test_an_engine_that_cannot_hold_the_tokenizer_is_passed_over(unigram_tokeniz
     encoder = Encoder(unigram_tokenizer_dir)  # neither fast engine knows Unigram
     assert encoder.facts()["engine"] == REFERENCE
     assert not encoder.guard_failed
-    with pytest.raises(TokenizerError, match="--tokenizer-engine fastokens: cannot be used") as caught:
+    with pytest.raises(TokenizerError, match="tokenizer_engine fastokens: cannot be used") as caught:
         Encoder(unigram_tokenizer_dir, engine="fastokens")
     assert "\n" not in str(caught.value)
-    with pytest.raises(TokenizerError, match="--tokenizer-engine: 'x'; expected auto or one of"):
+    with pytest.raises(TokenizerError, match="tokenizer_engine: 'x'; expected auto or one of"):
         Encoder(unigram_tokenizer_dir, engine="x")
+
+
+def test_the_reference_encodes_until_a_fast_engine_would_have_paid(tokenizer_dir, broken_engine):
+    opened = []
+    broken_engine(lambda texts, ids: opened.append(len(texts)) or ids)
+    encoder = Encoder(tokenizer_dir, engine=EngineChoice(engines=("broken",), patience_chars=100))
+    expected, _ = Encoder(tokenizer_dir, engine=REFERENCE).encode(["0123456789" * 5])
+    assert np.array_equal(encoder.encode(["0123456789" * 5])[0], expected)
+    assert opened == []
+    assert encoder.facts()["engine"] == REFERENCE
+    assert encoder.facts()["guard"]["result"] == "not needed"
+    assert np.array_equal(encoder.encode(["0123456789" * 5])[0], expected)
+    assert len(opened) > 1
+    assert encoder.facts()["engine"] == "broken"
+
+
+def test_an_engine_that_is_compared_on_everything_is_caught_by_any_text(tokenizer_dir, broken_engine):
+    def spoil(texts, ids):
+        if any("needle" in text for text in texts):
+            ids[0] = (ids[0] + 1) % 300
+        return ids
+
+    broken_engine(spoil)
+    texts = ["hay " * 5000] * 20 + ["hay " * 5000 + "needle"] + ["hay " * 5000] * 20
+    encoder = Encoder(tokenizer_dir, engine=EngineChoice(engines=("broken",), compare_all=True))
+    encoder.encode(texts[:20])
+    assert not encoder.guard_failed
+    assert encoder.facts()["guard"]["compares_all"]
+    assert np.array_equal(encoder.encode(texts)[0], Encoder(tokenizer_dir, engine=REFERENCE).encode(texts)[0])
+    assert encoder.guard_failed
 
 
 @pytest.mark.parametrize("engine", ["fastokens", "gigatoken"])
