@@ -15,11 +15,12 @@ from trainer import PackedCollator, load_model
 
 def train(dataset: str, model: str, out: str, **arguments: object) -> Trainer:
     """Train and return the trainer; `arguments` go to TrainingArguments."""
+    net = load_model(model).model
     trainer = Trainer(
-        model=load_model(model).model,
+        model=net,
         args=TrainingArguments(output_dir=out, remove_unused_columns=False, **arguments),
         train_dataset=Dataset(dataset),
-        data_collator=PackedCollator(),
+        data_collator=PackedCollator(net),
     )
     trainer.train()
     return trainer

@@ -17,8 +17,9 @@ from trainer import PackedCollator, load_model
 
 def train(dataset: str, model: str, out: str, **arguments: object) -> SFTTrainer:
     """Train and return the trainer; `arguments` go to SFTConfig."""
+    net = load_model(model).model
     trainer = SFTTrainer(
-        model=load_model(model).model,
+        model=net,
         args=SFTConfig(
             output_dir=out,
             remove_unused_columns=False,
@@ -27,7 +28,7 @@ def train(dataset: str, model: str, out: str, **arguments: object) -> SFTTrainer
             **{"bf16": torch.cuda.is_available(), "use_cpu": not torch.cuda.is_available()} | arguments,
         ),
         train_dataset=datasets.load_from_disk(dataset).with_format("numpy"),
-        data_collator=PackedCollator(),
+        data_collator=PackedCollator(net),
         processing_class=AutoTokenizer.from_pretrained(f"{dataset}/tokenizer"),
     )
     trainer.train()

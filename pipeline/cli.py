@@ -26,6 +26,7 @@ from shards.text import printable
 
 LAZY = {
     "train": "trainer.cli:train",
+    "export-model": "trainer.cli:export_model",
     "check-model": "trainer.cli:check_model",
     "bench": "trainer.cli:bench",
     "demo": "trainer.cli:demo",

@@ -112,6 +112,26 @@ class Checkpoints:
             dist.broadcast_object_list(found, src=0, group=self._group)
         return Path(found[0]) if found[0] else None
 
+    def find(self, step: int | None, best: bool) -> Path:
+        """Return the checkpoint of a step, the best one, or with neither the newest.
+
+        Raises:
+            PackError: There is no such checkpoint, or it is damaged.
+        """
+        steps = [path.name for path in self._all()]
+        path = (self.root / "best").resolve() if best else self.root / (_name(step) if step is not None else "")
+        if step is None and not best:
+            path = next((each for each in reversed(self._all()) if self._is_intact(each)), self.root)
+        if path.parent != self.root.resolve() and path.parent != self.root:
+            path = self.root
+        if path.name not in steps:
+            wanted = "best checkpoint" if best else f"checkpoint of step {step}" if step is not None else "checkpoint"
+            there = ", ".join(name.removeprefix("step-").lstrip("0") for name in steps) or "none"
+            raise PackError(f"{self.root}: no {wanted}; expected one of steps {there}. Choose one of these.")
+        if not self._is_intact(path):
+            raise PackError(f"{path}: is damaged; expected an intact checkpoint. Choose another.")
+        return path
+
     def facts(self, path: Path) -> dict[str, Any]:
         """Return the facts that a checkpoint was saved with."""
         facts: dict[str, Any] = json.loads((path / SEAL).read_text())["facts"]
@@ -126,13 +146,24 @@ class Checkpoints:
             PackError: It holds other tensors than the model and the optimizer.
         """
         _allocate(optimizer)
-        reader = SliceReader(sorted(path.glob("state-*.safetensors")))
-        with torch.no_grad():
-            for name, tensor in _tensors(model, optimizer).items():
-                reader.read_into(name, tensor)
+        self._read(path, _tensors(model, optimizer))
         rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():
             _set_rng_state(json.loads(rng.read_text()), self.world.device)
+
+    def load_weights(self, path: Path, model: nn.Module) -> None:
+        """Load the trained parameters of a checkpoint into a model, and nothing else.
+
+        Raises:
+            PackError: It holds other tensors than the model.
+        """
+        self._read(path, _parameters(model))
+
+    def _read(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        reader = SliceReader(sorted(path.glob("state-*.safetensors")))
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                reader.read_into(name, tensor)
 
     def _agree(self, fault: str | None) -> None:
         """Wait until every process has written its part.
@@ -206,10 +237,16 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every trained parameter by name, as the tensor itself."""
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {f"model.{name}": parameter.detach() for name, parameter in trained}
+
+
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return every trained parameter and its optimizer state by name, as the tensors themselves."""
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    state = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+    state = _parameters(model)
     for parameter, values in optimizer.state.items():
         state |= {f"optimizer.{names[parameter]}.{key}": value for key, value in values.items()}
     return state

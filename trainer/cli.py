@@ -14,7 +14,7 @@ from pipeline.cli import given, options_of, say
 from shards.errors import PackError
 from shards.quiet import quiet
 from trainer.bench.config import PRESETS, BenchConfig
-from trainer.config import TrainConfig
+from trainer.config import ExportConfig, TrainConfig
 
 
 def _wait_idly() -> None:
@@ -58,6 +58,27 @@ def train(as_json: bool, **flags: Any) -> None:
         eval_loss = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"
         steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
         say(f"{steps}, loss {result.loss:.4f}{eval_loss}; model in {result.model_dir}")
+
+
+@click.command(name="export-model")
+@click.argument("run", type=click.Path())
+@options_of(ExportConfig, omit=("run",))
+def export_model(**flags: Any) -> None:
+    """Write a checkpoint of a run as a model.
+
+    \b
+    Example:
+      pack export-model runs/first --best
+      pack export-model runs/first --step 340 --out models/at-340
+    """
+    _wait_idly()
+    from trainer.export_model import export_model as export
+
+    with quiet():
+        model_dir, notes = export(ExportConfig(**given(flags)))
+    for note in notes:
+        say(note, err=True)
+    say(f"model in {model_dir}")
 
 
 @click.command(name="check-model")

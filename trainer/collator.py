@@ -8,6 +8,7 @@ trainers do to rows before they get here is checked, since each of it trains sil
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,19 +26,62 @@ _NEEDED = ("input_ids", "cu_seqlens")
 class PackedCollator:
     """Collate rows of `shards.Dataset` or of `datasets.load_from_disk` into one flattened batch.
 
-    The model must use the boundaries: load it with `trainer.model.loading.load_model`, or with an attention
-    implementation of transformers that reads `cu_seq_lens_q`. Evaluation by these trainers averages over batches, not
-    over tokens; score packs with `trainer.evaluate`.
+    The model must use the boundaries: load it with `trainer.load_model`, or with an attention implementation of
+    transformers that reads `cu_seq_lens_q`. Given the model, the collator finds out whether it does. Evaluation by
+    these trainers averages over batches, not over tokens; score packs with `trainer.evaluate`.
+
+    Args:
+        model: The model that gets the batches, on its device; None leaves it unchecked, which is said once.
 
     Raises:
-        PackError: transformers would split batches over several GPUs of one process.
+        PackError: transformers would split batches over several GPUs of one process, or in this model documents of a
+            row see each other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
         if torch.cuda.device_count() > 1 and "LOCAL_RANK" not in os.environ:
             raise PackError(
                 f"PackedCollator: {torch.cuda.device_count()} GPUs in one process; transformers would cut the row and "
                 "its boundaries into pieces. Start with torchrun, or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
+            )
+
+        if model is not None:
+            self._check_model(model)
+        elif not PackedCollator._said:
+            PackedCollator._said = True
+            logging.getLogger(__name__).warning(
+                "PackedCollator: got no model, so nobody has checked that it keeps the documents of a row apart; "
+                "expected one. Pass model=…, or load it with trainer.load_model."
+            )
+
+    _said = False
+
+    def _check_model(self, model: Any) -> None:
+        """Refuse a model in which the second of two documents changes when the first does.
+
+        Raises:
+            PackError: It does.
+        """
+        weight = model.get_input_embeddings().weight
+        ids = np.arange(12) % min(len(weight), 50)
+        logits, training = [], model.training
+        model.eval()
+        with torch.no_grad():
+            for first in (ids[:5], ids[1:6]):
+                row = {"input_ids": np.concatenate([first, ids[5:]]), "cu_seqlens": np.array([0, 5, 12])}
+                batch = self([row | {"loss_mask": np.array([0, *[1] * 4, 0, *[1] * 6], np.uint8)}])
+                on_device = {
+                    name: value.to(weight.device) if isinstance(value, torch.Tensor) else value
+                    for name, value in batch.items()
+                    if name != "labels"
+                }
+                logits.append(model(**on_device).logits[0, 5:].float())
+        model.train(training)
+        moved, scale = float((logits[0] - logits[1]).abs().max()), float(logits[0].abs().max())
+        if not moved <= 2 * torch.finfo(weight.dtype).eps * scale:
+            raise PackError(
+                f"PackedCollator: in {type(model).__name__} with {model.config._attn_implementation} attention, "
+                "documents of a row see each other; expected boundaries that hold. Load it with trainer.load_model."
             )
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

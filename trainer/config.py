@@ -64,11 +64,11 @@ class TrainConfig:
     shard: Annotated[Literal["none", "full"], "Weights on each device: all (none) or a slice (full)."] = "none"
     save_every: Annotated[int | None, "Steps between checkpoints. [default: only at the end]"] = None
     keep: Annotated[int, "Checkpoints kept beside the best one."] = 2
-    eval: Annotated[str | Path | None, "Held-out dataset directory."] = None
+    eval: Annotated[str | Path | None, "Evaluation dataset directory."] = None
     eval_every: Annotated[int | None, "Steps between evaluations. [default: only at the end]"] = None
     log_every: Annotated[int, "Steps between lines of metrics."] = 10
     seed: Annotated[int, "Seed of order, first weights and dropout."] = 0
-    resume: Annotated[bool, "Continue from the newest sound checkpoint."] = False
+    resume: Annotated[bool, "Continue from the newest intact checkpoint."] = False
     profile: Annotated[bool, "Write a torch profiler trace of three steps."] = False
     tensorboard: Annotated[bool, "Also write TensorBoard events."] = False
     wandb: Annotated[str | None, "Weights & Biases project to log to."] = None
@@ -85,40 +85,59 @@ class TrainConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PackError(f"{flag(name)}: {value}; expected at least 1.")
+                raise PackError(f"`{name}`: {value}; expected at least 1.")
         for name in ("lr", "min_lr", "weight_decay", "clip", "z_loss", "warmup_steps", "lora_rank", "seed"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
-                raise PackError(f"{flag(name)}: {value}; expected a finite number, 0 or more.")
+                raise PackError(f"`{name}`: {value}; expected a finite number, 0 or more.")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise PackError(f"{flag(name)}: {getattr(self, name)}; expected 0 or more, and less than 1.")
+                raise PackError(f"`{name}`: {getattr(self, name)}; expected 0 or more, and less than 1.")
         if not math.isfinite(self.epochs) or self.epochs <= 0:
-            raise PackError(f"--epochs: {self.epochs}; expected more than 0.")
+            raise PackError(f"`epochs`: {self.epochs}; expected more than 0.")
         if self.eval_every and not self.eval:
-            raise PackError("--eval-every: no held-out dataset is given. Add --eval DATASET.")
+            raise PackError("`eval_every`: there is no evaluation dataset; expected one. Add `eval`.")
         if not all(0 < weight < math.inf for _, weight in self.mix) or len(dict(self.mix)) < len(self.mix):
             weights = ",".join(f"{name}={weight:g}" for name, weight in self.mix)
             raise PackError(
-                f"--mix: {weights}; expected each source once, with a finite weight above 0. "
+                f"`mix`: {weights}; expected each source once, with a finite weight above 0. "
                 "To leave a source out, do not name it."
             )
         for name, usual in (("mix_by", "tokens"), ("mix_stop", "first")):
             if getattr(self, name) != usual and not self.mix:
-                raise PackError(f"{flag(name)}: there is no mix. Add --mix.")
+                raise PackError(f"`{name}`: there is no mix; expected one. Add `mix`.")
         if self.min_lr > self.lr:
-            raise PackError(f"--min-lr: {self.min_lr}; expected at most --lr, {self.lr}.")
+            raise PackError(f"`min_lr`: {self.min_lr}; expected at most `lr`, {self.lr}.")
         if self.decay_steps is not None and self.schedule != "wsd":
-            raise PackError(f"--decay-steps: --schedule {self.schedule} has no final decay. Add --schedule wsd.")
+            raise PackError(
+                f'`decay_steps`: `schedule="{self.schedule}"` has no final decay; expected one that has. '
+                'Use `schedule="wsd"`.'
+            )
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.lora_rank:
-                raise PackError(f"{flag(name)}: there are no adapters. Add --lora-rank.")
+                raise PackError(f"`{name}`: there are no adapters; expected some. Add `lora_rank`.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-able values."""
         return asdict(self)
 
 
-def flag(name: str) -> str:
-    """Return the command-line flag of a field."""
-    return "--" + name.replace("_", "-")
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """One `pack export-model`; what is said of a field is the help of its flag.
+
+    Raises:
+        PackError: It names two checkpoints.
+    """
+
+    run: Annotated[str | Path, "Run directory."]
+    step: Annotated[int | None, "Step of the checkpoint. [default: the newest]"] = None
+    best: Annotated[bool, "Take the checkpoint with the lowest evaluation loss."] = False
+    out: Annotated[str | Path | None, "Directory that gets model/ and adapter/. [default: RUN/export/step-N]"] = None
+    dataset: Annotated[str | Path | None, "Dataset, where it has moved. [default: the run's]"] = None
+    model: Annotated[str | Path | None, "Base model, where it has moved. [default: the run's]"] = None
+
+    def __post_init__(self) -> None:
+        set_path(self, "run", "out", "dataset", "model")
+        if self.best and self.step is not None:
+            raise PackError(f"`step`: {self.step}, and `best` names another checkpoint; expected one. Leave one out.")

@@ -143,7 +143,7 @@ def load(settled: Settled) -> Run:
     """
     config, world, start = settled.config, settled.world, settled.start
     datasets = [settled.dataset] if settled.eval_dataset is None else [settled.dataset, settled.eval_dataset]
-    lm, cost, notes = _model(config, world, datasets)
+    lm, cost, notes = build_model(config, world, datasets)
     settled.loader.sliding_window, settled.loader.rectangles = cost.sliding_window, lm.needs_rectangles
     parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
     optimizer = build_optimizer(lm.model, config)
@@ -174,8 +174,15 @@ def load(settled: Settled) -> Run:
     )
 
 
-def _model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[PackedLM, ModelCost, list[str]]:
-    """Load the model, check it against the datasets (the first is trained on), and prepare it as asked."""
+def build_model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[PackedLM, ModelCost, list[str]]:
+    """Load the model, check it against the datasets (the first is trained on), and prepare it as asked.
+
+    Returns:
+        The module whose forward is the loss, what a step of it costs, and what a person should know, one line each.
+
+    Raises:
+        PackError: Model, datasets and settings do not fit.
+    """
     torch.manual_seed(config.seed)  # the same first weights on every process
     # frozen weights need no fp32 copy to learn in
     narrow = config.dtype == "bf16-pure" or (config.dtype == "bf16" and config.lora_rank > 0)

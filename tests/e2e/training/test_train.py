@@ -131,7 +131,7 @@ def test_an_interrupted_run_saves_first_and_resumes_to_the_same_losses(packed, l
         (["--mix", "web"], "--mix: 'web'; expected NAME=WEIGHT"),
         (["--mix", "web=1"], "web"),
         (["--freeze", "nothing*"], "matches no parameter"),
-        (["--eval-every", "3"], "Add --eval DATASET"),
+        (["--eval-every", "3"], "Add --eval"),
         (["--shard", "full"], "Start it with torchrun"),
         (["--lr", "nan"], "--lr: nan"),
         (["--attention", "flash-attn"], "--attention flash-attn"),

@@ -8,11 +8,11 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from shards import Dataset, PackError
-from trainer import PackedCollator, TrainConfig
+from trainer import PackedCollator, TrainConfig, load_model
 from trainer.loop import train
 from trainer.model.loading import load_config
 
@@ -131,3 +131,26 @@ def test_rows_cut_by_the_trainer_are_refused(packed, model_dir, tmp_path):
         )
         with pytest.raises(PackError, match="skip_prepare_dataset"):
             trainer.train()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_model_whose_documents_see_each_other_is_refused_where_the_collator_is_told(llama, safe):
+    opt = {"model_type": "opt", "vocab_size": 64, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2,
+           "num_attention_heads": 2, "max_position_embeddings": 64, "word_embed_proj_dim": 16}  # fmt: skip
+    torch.manual_seed(0)
+    if safe:
+        model = load_model(llama).model
+        assert model.training
+        PackedCollator(model)
+        assert model.training
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**opt))
+        with pytest.raises(PackError, match=r"in OPTForCausalLM with \w+ attention, documents of a row see each other"):
+            PackedCollator(model)
+
+
+def test_a_collator_that_knows_no_model_says_once_that_nobody_checked(caplog, monkeypatch):
+    monkeypatch.setattr(PackedCollator, "_said", False)
+    PackedCollator()
+    PackedCollator()
+    assert caplog.text.count("PackedCollator: got no model") == 1

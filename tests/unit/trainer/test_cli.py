@@ -92,16 +92,16 @@ def test_wandb_that_is_missing_is_named_before_anything_is_written(dataset, mode
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"beta1": 1.5}, "--beta1: 1.5; expected"),
-        ({"lr": 1e-4, "min_lr": 1e-3}, "--min-lr: 0.001; expected at most --lr"),
-        ({"decay_steps": 5}, "--decay-steps: --schedule cosine has no final decay. Add --schedule wsd"),
-        ({"decay_steps": 0, "schedule": "wsd"}, "--decay-steps: 0; expected at least 1"),
-        ({"lora_targets": ("q_proj",)}, "--lora-targets: there are no adapters. Add --lora-rank"),
-        ({"lora_alpha": 8}, "--lora-alpha: there are no adapters. Add --lora-rank"),
-        ({"mix_by": "packs"}, "--mix-by: there is no mix. Add --mix"),
-        ({"mix_stop": "longest"}, "--mix-stop: there is no mix. Add --mix"),
-        ({"keep": 0}, "--keep: 0; expected at least 1"),
-        ({"seed": -1}, "--seed: -1; expected a finite number, 0 or more"),
+        ({"beta1": 1.5}, "`beta1`: 1.5; expected"),
+        ({"lr": 1e-4, "min_lr": 1e-3}, "`min_lr`: 0.001; expected at most `lr`"),
+        ({"decay_steps": 5}, '`decay_steps`: `schedule="cosine"` has no final decay; .* Use `schedule="wsd"`'),
+        ({"decay_steps": 0, "schedule": "wsd"}, "`decay_steps`: 0; expected at least 1"),
+        ({"lora_targets": ("q_proj",)}, "`lora_targets`: there are no adapters; .* Add `lora_rank`"),
+        ({"lora_alpha": 8}, "`lora_alpha`: there are no adapters; .* Add `lora_rank`"),
+        ({"mix_by": "packs"}, "`mix_by`: there is no mix; .* Add `mix`"),
+        ({"mix_stop": "longest"}, "`mix_stop`: there is no mix; .* Add `mix`"),
+        ({"keep": 0}, "`keep`: 0; expected at least 1"),
+        ({"seed": -1}, "`seed`: -1; expected a finite number, 0 or more"),
     ],
 )
 def test_settings_that_would_do_nothing_or_harm_are_refused(fields, message):
