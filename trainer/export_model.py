@@ -10,11 +10,11 @@ from pathlib import Path
 from shards import Dataset
 from shards.errors import PackError
 from trainer import distributed
-from trainer.checkpoint import Checkpoints
 from trainer.checks import check_datasets
 from trainer.config import ExportConfig, TrainConfig
-from trainer.export import export
 from trainer.run import build_model
+from trainer.saving.checkpoint import Checkpoints
+from trainer.saving.export import export
 
 
 def export_model(config: ExportConfig) -> tuple[Path, list[str]]:

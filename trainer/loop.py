@@ -25,13 +25,13 @@ from trainer.batch import Batch
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.evaluate import evaluate
-from trainer.export import export
 from trainer.interrupt import Interrupt
 from trainer.loader import Step
 from trainer.metrics import memory_gib, peak_flops
 from trainer.optimizer import gradient_norm, learning_rate
 from trainer.resume import locked
 from trainer.run import Run, set_up
+from trainer.saving.export import export
 
 
 @dataclass(frozen=True)

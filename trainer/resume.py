@@ -17,12 +17,12 @@ import torch
 from shards.errors import PackError, counted
 from shards.lock import Lock
 from shards.publish import LocalStore
-from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.loader import PackLoader
 from trainer.metrics import last_step, say
 from trainer.optimizer import learning_rate
+from trainer.saving.checkpoint import Checkpoints
 
 FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean
 # no part of what is trained; a change of packs per step is refused by the loader

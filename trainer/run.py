@@ -19,7 +19,6 @@ from shards import Dataset
 from shards.cost import ModelCost
 from shards.errors import counted
 from shards.lock import Lock
-from trainer.checkpoint import Checkpoints
 from trainer.checks import check_datasets, check_fit
 from trainer.config import TrainConfig
 from trainer.distributed import Parallel, World, layers_of, parallelize
@@ -30,6 +29,7 @@ from trainer.model.loading import checkpoint_activations, load_model
 from trainer.model.loss import PackedLM
 from trainer.optimizer import build_optimizer
 from trainer.resume import ResumePoint, claim_directory, find_resume_point
+from trainer.saving.checkpoint import Checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import trainer.checkpoint
 import trainer.loop
+import trainer.saving.checkpoint
 from trainer.config import TrainConfig
 
 jobs: list[dict[str, Any]] = globals()["jobs"]
@@ -38,12 +38,12 @@ def arm(kill: tuple[str, int]) -> None:
 
         trainer.loop.take_step = dying_step
     else:
-        publish = trainer.checkpoint.Checkpoints._publish
+        publish = trainer.saving.checkpoint.Checkpoints._publish
 
         def dying_publish(self: Any, temporary: Any, final: Any, content: Any, best: bool) -> None:
             return die() if content["step"] == step else publish(self, temporary, final, content, best)
 
-        trainer.checkpoint.Checkpoints._publish = dying_publish
+        trainer.saving.checkpoint.Checkpoints._publish = dying_publish
 
 
 def arm_signal(asked_rank: int, step: int, number: int) -> None:

@@ -22,7 +22,12 @@ ANYWHERE = {
 BUILDS = {f"pipeline.{room}" for room in ("building", "documents", "estimate", "report", "sources")} | ANYWHERE
 FACES = {"trainer.bench", "trainer.demo", "trainer.demo_corpus", "trainer.cli"}
 LOOP = {f"trainer.{path.stem}" for path in (ROOT / "trainer").glob("*.py")} - FACES  # the top floor of trainer
-TRAINING = LOOP | {"trainer", "trainer.model", "pipeline.packing"}  # packs may be drawn anew each epoch
+TRAINING = LOOP | {
+    "trainer",
+    "trainer.model",
+    "trainer.saving",
+    "pipeline.packing",
+}  # packs may be drawn anew each epoch
 EVERYTHING = {"*"}
 
 # room -> the rooms it may import, besides its own and shards; a room is a folder, or a file beside the folders
@@ -43,6 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "pipeline.building": ANYWHERE | {"pipeline.sources", "pipeline.documents", "pipeline.packing"},
     "pipeline.estimate": ANYWHERE | {f"pipeline.{room}" for room in ("sources", "documents", "packing", "report")},
     "trainer.model": {"trainer.config", "trainer.batch"},
+    "trainer.saving": {f"trainer.{room}" for room in ("checks", "config", "distributed", "metrics", "model")},
     "trainer.bench": TRAINING | BUILDS | {"trainer.demo_corpus"},
     "trainer.demo": TRAINING | BUILDS | {"trainer.bench", "trainer.demo_corpus", "pipeline.cli"},
     "trainer": EVERYTHING,  # as pipeline

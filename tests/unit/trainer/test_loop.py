@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import trainer.checkpoint
 import trainer.loop
+import trainer.saving.checkpoint
 from shards import PackError
 from trainer import TrainResult, load_model
 

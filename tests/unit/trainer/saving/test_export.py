@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from shards import PackError
 from trainer import load_model
-from trainer.export import add_end_marks
+from trainer.saving.export import add_end_marks
 
 
 @pytest.fixture

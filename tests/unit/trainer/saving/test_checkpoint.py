@@ -9,10 +9,10 @@ import pytest
 import torch
 import xxhash
 
-import trainer.checkpoint
 import trainer.loop
+import trainer.saving.checkpoint
 from shards import PackError
-from trainer.slices import stage
+from trainer.saving.slices import stage
 
 
 def test_the_last_checkpoints_and_the_best_are_kept(run, dataset, tmp_path):
@@ -44,14 +44,14 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(run, tmp_path, damage, c
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_is_whole(run, monkeypatch):
-    publish = trainer.checkpoint.Checkpoints._publish
+    publish = trainer.saving.checkpoint.Checkpoints._publish
 
     def fail_at_two(self, temporary, final, content, best):
         if content["step"] == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         publish(self, temporary, final, content, best)
 
-    monkeypatch.setattr(trainer.checkpoint.Checkpoints, "_publish", fail_at_two)
+    monkeypatch.setattr(trainer.saving.checkpoint.Checkpoints, "_publish", fail_at_two)
     with pytest.raises(PackError, match=r"cannot write a checkpoint \(No space left on device\).*`resume`"):
         run("full", save_every=1)
     monkeypatch.undo()

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from shards import PackError
-from trainer import slices
-from trainer.slices import PLACES, Part, SliceReader, part_of, stage, write
+from trainer.saving import slices
+from trainer.saving.slices import PLACES, Part, SliceReader, part_of, stage, write
 
 
 def write_part(path: Path, name: str, part: torch.Tensor, offset: list[int], shape: list[int]) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from shards.errors import PackError, reason_of
 from trainer.distributed import World
 from trainer.metrics import say
-from trainer.slices import SliceReader, stage, write
+from trainer.saving.slices import SliceReader, stage, write
 
 VERSION = 2
 SEAL = "checkpoint.json"

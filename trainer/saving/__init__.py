@@ -1,0 +1,1 @@
+"""What a run leaves on disk: checkpoints, slices of tensors, and the exported model."""
