@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Container
 from dataclasses import MISSING
+from functools import wraps
 from importlib import import_module
 from inspect import isfunction
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 import click
 
 from pipeline.config import BuildConfig, RecordOptions
-from pipeline.recipe import kind_of, read_recipe, read_template, refuse_idle
+from pipeline.recipe import kind_of, read_template, refuse_idle, source_options
 from shards.errors import PackError, counted
-from shards.settings import Setting, parse_mix, settings_of
+from shards.settings import Setting, check_settings, format_settings, parse_mix, read_settings, settings_of
 from shards.text import printable
 
 LAZY = {
@@ -35,6 +36,7 @@ STDOUT_WRITERS = ("click.utils", "rich.console")  # the modules that write to st
 ARGUMENT = re.compile(r"`(?P<name>[a-z][a-z0-9_]*)(?:=\"?(?P<value>[^`\"]*)\"?)?`")  # how messages name a setting
 BEFORE_RECORDS = ("out", "tokenizer", "seq_len")  # what --help shows before the options of records
 AFTER_RECORDS = settings_of(BuildConfig).keys() - set(BEFORE_RECORDS)
+POSITIONALS = Setting(name="sources", type=str, help="", default=MISSING, choices=(), repeatable=True)
 UNITS = {"": 1, "B": 1}
 UNITS |= {unit: 1000**k for k, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}
 UNITS |= {unit: 1024**k for k, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
@@ -194,7 +196,7 @@ def _option(setting: Setting, **changes: Any) -> Any:
     shown = changes.pop("show_default", "[default:" not in text)
     if shown and default not in (MISSING, None, ()) and default is not False:
         text = f"{text} [default: {default}]"
-    keywords: dict[str, Any] = {"help": text} | ({"required": True} if default is MISSING else {"default": None})
+    keywords: dict[str, Any] = {"help": text + "  [required]" * (default is MISSING), "default": None}
     if setting.type is bool:
         keywords |= {"is_flag": True}
     elif setting.repeatable and setting.name not in TYPES:
@@ -209,42 +211,73 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value not in (None, ())}
 
 
+def settings_file(*records: type, positional: str, table: str | None = None) -> Callable[[Any], Any]:
+    """Attach --config and --print-config: settings from a file, over which flags win.
+
+    The command gets the settings that were given by either as keywords, and its other options as they are.
+
+    Args:
+        records: The classes whose fields may be named.
+        positional: The setting that the command line gives without a flag.
+        table: The name of tables of further settings, which pass unchecked.
+    """
+    settings = {name: setting for record in records for name, setting in settings_of(record).items()}
+    settings.setdefault(positional, POSITIONALS)
+    convert = {name: click.types.convert_type(kind) for name, kind in TYPES.items()}
+
+    def attach(command: Any) -> Any:
+        @wraps(command)
+        def run(config: str | None, print_config: bool, **options: Any) -> None:
+            content = read_settings(config) if config else {}
+            tables = {table: content.pop(table)} if table in content else {}
+            values = check_settings(content, settings, config or "", convert) | given(
+                {name: value for name, value in options.items() if name in settings}
+            )
+            if print_config:
+                click.echo(format_settings(values | tables))
+                return
+            context = click.get_current_context()
+            for parameter in context.command.params:
+                setting = settings.get(parameter.name or "")
+                if setting is not None and setting.default is MISSING and setting.name not in values:
+                    raise click.MissingParameter(ctx=context, param=parameter)
+            others = {name: value for name, value in options.items() if name not in settings}
+            command(**others | values | ({table: tables.get(table, {})} if table else {}))
+
+        file = click.Path(exists=True, dir_okay=False)
+        run = click.option("--print-config", is_flag=True, help="Print these settings as such a file, and end.")(run)
+        return click.option("--config", type=file, help="TOML file of settings, named as the flags; flags win.")(run)
+
+    return attach
+
+
 def _record_options(command: Any) -> Any:
     """Attach the flags that say how a record becomes a document."""
-    recipe = click.option(
-        "--recipe", type=click.Path(exists=True, dir_okay=False), help="TOML file with options by source name."
-    )
     template = {"type": click.Path(exists=True, dir_okay=False)}
     # that any of these is named says what the records are
     unsaid = {name: {"show_default": False} for name in ("messages_field", "prompt_field", "completion_field")}
-    return options_of(RecordOptions, chat_template=template, **unsaid)(recipe(command))
+    return options_of(RecordOptions, chat_template=template, **unsaid)(command)
 
 
-def record_options(flags: dict[str, Any]) -> dict[str, Any]:
-    """Take the record flags out of `flags`, and return the options of all sources and those by source name.
-
-    The kind of the records follows from the fields that are named.
-    """
+def record_options(flags: dict[str, Any]) -> RecordOptions:
+    """Take the options of records out of `flags`; the kind of the records follows from the fields that are named."""
     names = settings_of(RecordOptions).keys() & flags.keys()
     chosen = {name: flags.pop(name) for name in names}
     kind = kind_of(chosen.keys(), "flags")
     if "chat_template" in chosen:
         chosen["chat_template"] = read_template(chosen["chat_template"], "--chat-template")
-    records = RecordOptions(kind=kind or "text", **chosen)
-    recipe = flags.pop("recipe", None)
-    if not recipe:  # whose sources may need what the others do not
-        refuse_idle(records)
-    return {"records": records, "source_records": read_recipe(recipe, records) if recipe else {}}
+    return RecordOptions(kind=kind or "text", **chosen)
 
 
 @main.command()
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.argument("sources", nargs=-1, metavar="SOURCE...")
 @options_of(BuildConfig, omit=AFTER_RECORDS)
 @_record_options
 @options_of(BuildConfig, omit=BEFORE_RECORDS, workers={"help": "Processes. [default: one a core]"})
 @click.option("--progress/--no-progress", default=None, help="Progress on stderr. [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest's figures as JSON.")
-def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
+@settings_file(BuildConfig, RecordOptions, positional="sources", table="source")
+def build(as_json: bool, progress: bool | None, source: Any, **settings: Any) -> None:
     """Turn a corpus into packed shards.
 
     SOURCE is a file, glob, directory, - (JSONL on stdin), save_to_disk folder, hf:NAME or an fsspec URL; NAME=SOURCE
@@ -254,14 +287,18 @@ def build(as_json: bool, progress: bool | None, **flags: Any) -> None:
     Example:
       pack build corpus/*.jsonl.gz --tokenizer ./tokenizer --seq-len 4096 --out data/corpus
       pack build chats.jsonl --messages-field messages --tokenizer ./tokenizer --seq-len 8192 --out data/chats
+      pack build --config build.toml --seq-len 16384
     """
     from pipeline.building.driver import build as run_build
     from pipeline.building.progress import RichProgress
 
-    flags = {"workers": usable_cores()} | given(flags)
-    options = record_options(flags)
-    flags["out"] = os.path.expanduser(flags["out"])  # noqa: PTH111  # a shell leaves --out=~/data
-    config = BuildConfig(**options, **flags)
+    settings = {"workers": usable_cores()} | settings
+    records = record_options(settings)
+    by_source = source_options(source, records)
+    if not by_source:  # whose sources may need what the others do not
+        refuse_idle(records)
+    settings["out"] = os.path.expanduser(settings["out"])  # noqa: PTH111  # a shell leaves --out=~/data
+    config = BuildConfig(records=records, source_records=by_source, **settings)
     out = str(config.out)
     with RichProgress(progress) as shown:
         try:
@@ -381,8 +418,8 @@ def show_command(dataset: str, as_json: bool, **options: Any) -> None:
 
 
 @main.command()
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--tokenizer", required=True, help="Tokenizer directory or hub name.")
+@click.argument("sources", nargs=-1, metavar="SOURCE...")
+@click.option("--tokenizer", help="Tokenizer directory or hub name.  [required]")
 @_record_options
 @click.option("--model", help="Model directory, config.json or hub name, for costs and limits. [default: 1.24B shape]")
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Most seconds of sampling.")
@@ -394,7 +431,8 @@ def show_command(dataset: str, as_json: bool, **options: Any) -> None:
     help="Processes of the build whose time is estimated. [default: one a core]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON (docs/report.md).")
-def plan(as_json: bool, **flags: Any) -> None:
+@settings_file(BuildConfig, RecordOptions, positional="sources", table="source")
+def plan(as_json: bool, source: Any, **settings: Any) -> None:
     """Say what each seq_len and packer would give.
 
     Samples the corpus and writes nothing.
@@ -407,9 +445,12 @@ def plan(as_json: bool, **flags: Any) -> None:
     from pipeline.estimate.view import estimate_view
     from pipeline.report.terminal import print_view
 
-    flags = given(flags)
-    options = record_options(flags)
-    found = estimate_corpus(**options, **flags)
+    records = record_options(settings)
+    by_source = source_options(source, records)
+    if not by_source:
+        refuse_idle(records)
+    asked = {name: settings[name] for name in ("sources", "tokenizer", "model", "seconds", "seed", "workers")}
+    found = estimate_corpus(records=records, source_records=by_source, **asked)
     if as_json:
         click.echo(json.dumps(found))
     else:

@@ -1,72 +1,61 @@
-"""Options by source name, from a small TOML file.
+"""Options of records by source name, and what they imply.
 
-    [sources.chat]
+In a settings file (`pack build --config`) a table for each source that differs from the others:
+
+    [source.chat]
     messages_field = "messages"
     train_on = "assistant"
 
-    [sources.web]
-    text_field = "body"
-
-Each table starts from the flags of the command and replaces the options it names; the kind follows from the fields.
+A table replaces the options that it names; the kind of the records follows from the fields.
 """
 
-import tomllib
-from collections.abc import Set
-from dataclasses import fields, replace
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import Kind, RecordOptions
 from shards.errors import PackError, reason_of
+from shards.settings import check_settings, settings_of
 
-OPTIONS = {entry.name: entry for entry in fields(RecordOptions)}
+OPTIONS = settings_of(RecordOptions)
 
 
-def read_recipe(path: str, defaults: RecordOptions) -> dict[str, RecordOptions]:
-    """Return the options of every source that the file names.
+def source_options(tables: Any, defaults: RecordOptions) -> dict[str, RecordOptions]:
+    """Return the options of every source that has a table.
 
     Args:
-        path: TOML file.
+        tables: The tables by source name, as parsed.
         defaults: Options that a table does not mention.
 
     Raises:
-        PackError: Not TOML, an unknown option, or a wrong type.
+        PackError: No tables, an unknown option, or a wrong type or value.
     """
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PackError(f"{path}: is not TOML ({error}). Write [sources.NAME] tables.") from error
-    tables = content.get("sources", {})
-    named = tables.values() if isinstance(tables, dict) else [tables]
-    if set(content) != {"sources"} or not all(isinstance(table, dict) for table in named):
-        raise PackError(f"{path}: has {', '.join(content) or 'nothing'}; expected [sources.NAME] tables.")
-    return {name: _options(f"{path}, source {name!r}", table, defaults) for name, table in tables.items()}
+    if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
+        raise PackError("source: expected tables of options, such as [source.chat].")
+    return {name: _options(f"source {name!r}", table, defaults) for name, table in tables.items()}
 
 
-def _options(where: str, table: dict[str, object], defaults: RecordOptions) -> RecordOptions:
-    for name, value in table.items():
-        if name not in OPTIONS:
-            raise PackError(f"{where}: unknown option {name!r}; expected one of {', '.join(OPTIONS)}.")
-        flag = isinstance(OPTIONS[name].default, bool)
-        if not isinstance(value, bool if flag else str):
-            raise PackError(f"{where}: {name} is {value!r}; expected {'true or false' if flag else 'a string'}.")
-    chosen = dict(table)
-    if "kind" not in chosen and (kind := kind_of(table.keys(), where)):
+def _options(where: str, table: Mapping[str, Any], defaults: RecordOptions) -> RecordOptions:
+    chosen = check_settings({name: value for name, value in table.items() if name != "kind"}, OPTIONS, where)
+    if kind := table.get("kind") or kind_of(chosen.keys(), where):
         chosen["kind"] = kind
-    template = chosen.get("chat_template")
-    if isinstance(template, str) and "{" not in template:  # a file name, not a template
-        chosen["chat_template"] = read_template(template, f"{where}: chat_template")
+    if "chat_template" in chosen:
+        chosen["chat_template"] = read_template(chosen["chat_template"], f"{where}: chat_template")
     try:
-        return replace(defaults, **chosen)  # type: ignore[arg-type]
+        return replace(defaults, **chosen)
     except PackError as error:
         raise PackError(f"{where}: {error}") from None
 
 
 def read_template(path: str, where: str) -> str:
-    """Return the text of a chat template's file.
+    """Return the text of a chat template's file; a template itself is returned as it is.
 
     Raises:
         PackError: It cannot be read as UTF-8.
     """
+    if "{" in path:
+        return path
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -8,8 +8,12 @@ allowed wherever the record is made, from Python too. Messages name a setting in
 `seq_len`, or `on_error="skip"`; the command line shows it as the flag: --seq-len, or --on-error skip.
 """
 
+import json
 import os
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -91,6 +95,87 @@ def set_path(record: Any, *names: str) -> None:
 def required(record: type) -> tuple[str, ...]:
     """Return the names of the fields that have no default."""
     return tuple(name for name, setting in settings_of(record).items() if setting.default is MISSING)
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Parse a file of settings: TOML, or JSON where its name ends so.
+
+    Raises:
+        PackError: It cannot be read, or is neither.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        content = json.loads(text) if Path(path).suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise PackError(f"{path}: cannot be read ({error.strerror}). Check the path.") from error
+    except ValueError as error:  # of both parsers, and for bytes that are no UTF-8
+        raise PackError(f"{path}: is no settings file ({error}); expected lines such as seq_len = 4096.") from error
+    if not isinstance(content, dict):
+        raise PackError(f"{path}: holds no settings; expected an object of names and values.")
+    return content
+
+
+def check_settings(
+    content: Mapping[str, Any],
+    settings: Mapping[str, Setting],
+    where: str,
+    convert: Mapping[str, Callable[[str], Any]] | None = None,
+) -> dict[str, Any]:
+    """Return the values of a settings file as its record takes them; null stands for "not given".
+
+    Args:
+        content: What was parsed.
+        settings: The settings that may be named.
+        where: The file, for messages.
+        convert: By setting, how text is turned into its value, such as "64MiB".
+
+    Raises:
+        PackError: An unknown name (the nearest is shown) or a value of another type.
+    """
+    values = {}
+    for name, value in content.items():
+        if name not in settings:
+            near = get_close_matches(name, settings, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(settings)}."
+            raise PackError(f"{where}: unknown setting {name!r}; expected the name of a flag, with _ for -. {hint}")
+        if value is None:
+            continue
+        if isinstance(value, str) and name in (convert or {}):
+            values[name] = (convert or {})[name](value)
+        else:
+            values[name] = _check_type(value, settings[name], where)
+    return values
+
+
+def _check_type(value: Any, setting: Setting, where: str) -> Any:
+    if setting.repeatable:
+        if not isinstance(value, list):
+            raise PackError(f"{where}: {setting.name} is {value!r}; expected a list.")
+        return tuple(tuple(one) if isinstance(one, list) else one for one in value)
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    fits = isinstance(value, (int, float) if setting.type is float else setting.type)
+    if not fits or (isinstance(value, bool) and setting.type is not bool):
+        raise PackError(f"{where}: {setting.name} is {value!r}; expected {kinds.get(setting.type, 'another type')}.")
+    return value
+
+
+def format_settings(values: Mapping[str, Any]) -> str:
+    """Return settings as TOML that `read_settings` reads back; a mapping becomes a table."""
+    plain = [f"{name} = {_toml(value)}" for name, value in values.items() if not isinstance(value, Mapping)]
+    tables = []
+    for name, table in values.items():
+        for key, entries in table.items() if isinstance(table, Mapping) else ():
+            lines = [f"{setting} = {_toml(value)}" for setting, value in entries.items()]
+            tables.append("\n".join(["", f"[{name}.{_toml(key)}]", *lines]))
+    return "\n".join([*plain, *tables])
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, (str, Path)):
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
 
 
 def parse_mix(text: str) -> tuple[tuple[str, float], ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli import given, options_of, say
+from pipeline.cli import given, options_of, say, settings_file
 from shards.errors import PackError
 from shards.quiet import quiet
 from trainer.bench.config import PRESETS, BenchConfig
@@ -26,10 +26,11 @@ def _wait_idly() -> None:
 
 
 @click.command()
-@click.argument("dataset", type=click.Path())
+@click.argument("dataset", required=False, metavar="DATASET", type=click.Path())
 @options_of(TrainConfig, omit=("dataset",))
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def train(as_json: bool, **flags: Any) -> None:
+@settings_file(TrainConfig, positional="dataset")
+def train(as_json: bool, **settings: Any) -> None:
     """Train a causal language model on a packed dataset.
 
     \b
@@ -37,7 +38,7 @@ def train(as_json: bool, **flags: Any) -> None:
       pack train data/corpus --model ./model --out runs/first --steps 1000 --lr 3e-4
       torchrun --no-python --nproc-per-node 8 pack train data/corpus --model ./model --out runs/first --shard full
     """
-    config = TrainConfig(**given(flags))
+    config = TrainConfig(**settings)
     _wait_idly()
     from trainer.loop import train as run
 

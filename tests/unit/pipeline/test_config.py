@@ -6,9 +6,11 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner, Result
 
 from pipeline import PACKERS, BuildConfig, RecordOptions
-from pipeline.cli import build, given, in_flags
+from pipeline.building.driver import BuildResult
+from pipeline.cli import build, given, in_flags, main
 from pipeline.config import PACKER_NAMES
 from shards.errors import PackError
 
@@ -78,7 +80,8 @@ def test_every_setting_of_a_build_is_a_flag():
 
 def test_flags_that_are_not_written_leave_the_records_own_defaults():
     context = build.make_context("build", ["c.jsonl", "--out", "d", "--tokenizer", "t", "--seq-len", "128"])
-    context.params.pop("as_json")
+    for name in ("as_json", "config", "print_config"):
+        context.params.pop(name)
     assert given(context.params) == {"sources": ("c.jsonl",), "out": "d", "tokenizer": "t", "seq_len": 128}
 
 
@@ -96,3 +99,89 @@ def test_flags_that_are_not_written_leave_the_records_own_defaults():
 def test_the_command_line_shows_arguments_as_flags(message, shown):
     assert isinstance(build, click.Command)
     assert in_flags(message, build) == shown
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[BuildConfig]:
+    """What `pack build` asked for."""
+    caught: list[BuildConfig] = []
+
+    def catch(config: BuildConfig, progress: Any) -> BuildResult:
+        caught.append(config)
+        return BuildResult(path="d", plan_id="", manifest=None)
+
+    monkeypatch.setattr("pipeline.building.driver.build", catch)
+    return caught
+
+
+FILE = """
+sources = ["web=a.jsonl", "chat=b.jsonl"]
+out = "d"
+tokenizer = "t"
+seq_len = 128
+window_bytes = "64KiB"
+add_eos = false
+workers = 3
+[source.chat]
+messages_field = "talk"
+"""
+
+
+def test_a_file_gives_what_flags_do_not_and_flags_win(tmp_path, built):
+    (tmp_path / "build.toml").write_text(FILE)
+    assert run("build", "--config", tmp_path / "build.toml", "--seq-len", 256).exit_code == 0
+    common = RecordOptions(add_eos=False)
+    chat = RecordOptions(add_eos=False, kind="chat", messages_field="talk")
+    assert built == [
+        BuildConfig(
+            sources=("web=a.jsonl", "chat=b.jsonl"), out="d", tokenizer="t", seq_len=256, window_bytes=64 << 10,
+            workers=3, records=common, source_records={"chat": chat},
+        )
+    ]  # fmt: skip
+
+
+def test_printed_settings_are_such_a_file(tmp_path, built):
+    (tmp_path / "build.toml").write_text(FILE)
+    flags = ("--max-rejected", 0.5, "--text-field", 'a "b"\\c')
+    printed = run("build", "--config", tmp_path / "build.toml", *flags, "--print-config")
+    assert built == []
+    (tmp_path / "again.toml").write_text(printed.output)
+    run("build", "--config", tmp_path / "build.toml", *flags)
+    run("build", "--config", tmp_path / "again.toml")
+    assert built[0] == built[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "seq_length = 3",
+            "unknown setting 'seq_length'; expected the name of a flag, with _ for -. Did you mean seq_len?",
+        ),
+        ("seq_len = '4k'", "seq_len is '4k'; expected a whole number."),
+        ("seq_len = true", "seq_len is True; expected a whole number."),
+        ("max_rejected = 'all'", "max_rejected is 'all'; expected a number."),
+        ("resume = 1", "resume is 1; expected true or false."),
+        ("sources = 'a.jsonl'", "sources is 'a.jsonl'; expected a list."),
+        ("seq_len = ", "is no settings file"),
+    ],
+)
+def test_a_line_that_sets_nothing_is_named(tmp_path, line, message):
+    (tmp_path / "build.toml").write_text(line)
+    result = run("build", "c.jsonl", "--config", tmp_path / "build.toml")
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert str(tmp_path / "build.toml") in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["sources", "out", "tokenizer", "seq_len"])
+def test_what_neither_gives_is_a_usage_error(tmp_path, missing):
+    lines = [line for line in FILE.splitlines() if not line.startswith(missing)]
+    (tmp_path / "build.toml").write_text("\n".join(lines))
+    result = run("build", "--config", tmp_path / "build.toml")
+    assert result.exit_code == 2
+    assert f"Missing {'argument' if missing == 'sources' else 'option'}" in result.stderr

@@ -5,25 +5,26 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RecordOptions
-from pipeline.recipe import read_recipe, read_template, refuse_idle
+from pipeline.recipe import read_template, refuse_idle, source_options
 from shards.errors import PackError
+from shards.settings import read_settings
 
 DEFAULTS = RecordOptions(text_field="body", add_eos=False)
 
 
 def read(tmp_path: Path, content: str) -> dict[str, RecordOptions]:
-    path = tmp_path / "recipe.toml"
+    path = tmp_path / "build.toml"
     path.write_text(content)
-    return read_recipe(str(path), DEFAULTS)
+    return source_options(read_settings(path)["source"], DEFAULTS)
 
 
 def test_a_table_replaces_what_it_names_and_the_kind_follows_from_its_fields(tmp_path):
     found = read(
         tmp_path,
         """
-        [sources.chat]
+        [source.chat]
         messages_field = "talk"
-        [sources.web]
+        [source.web]
         overlong = "drop"
         """,
     )
@@ -35,25 +36,24 @@ def test_a_table_replaces_what_it_names_and_the_kind_follows_from_its_fields(tmp
 
 def test_a_template_may_be_a_file(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
-    found = read(tmp_path, f"[sources.a]\nchat_template = '{tmp_path / 't.jinja'}'\n")
+    found = read(tmp_path, f"[source.a]\nchat_template = '{tmp_path / 't.jinja'}'\n")
     assert found["a"].chat_template == "{{ messages }}"
-    assert read(tmp_path, "[sources.a]\nchat_template = '{{ x }}'\n")["a"].chat_template == "{{ x }}"
+    assert read(tmp_path, "[source.a]\nchat_template = '{{ x }}'\n")["a"].chat_template == "{{ x }}"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("sources = 3", r"recipe\.toml: has sources; expected \[sources\.NAME\] tables"),
-        ("[sources]\na = 3", r"expected \[sources\.NAME\] tables"),
-        ("x = 1", r"has x; expected \[sources\.NAME\] tables"),
-        ("[sources.a", "is not TOML"),
-        ("[sources.a]\nfoo = 1", r"source 'a': unknown option 'foo'; expected one of kind, text_field"),
-        ("[sources.a]\nadd_eos = 'no'", "source 'a': add_eos is 'no'; expected true or false"),
-        ("[sources.a]\ntext_unit = 'word'", "source 'a': `text_unit`: 'word'; expected one of file, line"),
-        ("[sources.a]\nkind = 'prose'", "source 'a': `kind`: 'prose'; expected one of text, chat, instruction"),
-        ("[sources.a]\ntruncate_side = 'top'", "source 'a': `truncate_side`: 'top'; expected one of right, left"),
-        ("[sources.a]\nchat_template = 'none.jinja'", r"chat_template none\.jinja: cannot be read"),
-        ("[sources.a]\ntext_field = 'a'\nprompt_field = 'b'", "prompt_field and text_field belong to"),
+        ("source = 3", r"source: expected tables of options, such as \[source\.chat\]"),
+        ("[source]\na = 3", r"source: expected tables of options"),
+        ("[source.a", "is no settings file"),
+        ("[source.a]\nfoo = 1", r"source 'a': unknown setting 'foo'; expected the name of a flag, with _ for -"),
+        ("[source.a]\nadd_eos = 'no'", "source 'a': add_eos is 'no'; expected true or false"),
+        ("[source.a]\ntext_unit = 'word'", "source 'a': `text_unit`: 'word'; expected one of file, line"),
+        ("[source.a]\nkind = 'prose'", "source 'a': `kind`: 'prose'; expected one of text, chat, instruction"),
+        ("[source.a]\ntruncate_side = 'top'", "source 'a': `truncate_side`: 'top'; expected one of right, left"),
+        ("[source.a]\nchat_template = 'none.jinja'", r"chat_template none\.jinja: cannot be read"),
+        ("[source.a]\ntext_field = 'a'\nprompt_field = 'b'", "prompt_field and text_field belong to"),
     ],
 )
 def test_what_a_recipe_cannot_say_is_one_line(tmp_path, content, message):

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from click.testing import CliRunner
@@ -118,3 +118,26 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(monkeypatch, tmp_path):
     result = CliRunner().invoke(main, ["train", "d", "--model", "m", "--out", str(tmp_path)])
     assert result.exit_code == 130
     assert result.stderr == f"{tmp_path}: stopped; add --resume to continue from the newest checkpoint.\n"
+
+
+def test_settings_come_from_a_file_or_from_an_earlier_run_and_flags_win(monkeypatch, tmp_path):
+    caught = []
+    monkeypatch.setattr("trainer.loop.train", lambda config: caught.append(config))
+    config = TrainConfig(dataset="d", model="m", out="o", lr=1e-3, mix=(("web", 0.7),), freeze=("a*",), steps=4)
+    (tmp_path / "train.json").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "run.toml").write_text(
+        'dataset = "d"\nmodel = "m"\nout = "o"\nlr = 1e-3\nmix = "web=0.7"\nfreeze = ["a*"]'
+    )
+    for file in ("train.json", "run.toml"):
+        CliRunner().invoke(main, ["train", "--config", str(tmp_path / file), "--steps", "9"])
+    assert caught == [replace(config, steps=9)] * 2
+    result = CliRunner().invoke(main, ["train", "--config", str(tmp_path / "run.toml"), "--print-config"])
+    (tmp_path / "again.toml").write_text(result.output)
+    CliRunner().invoke(main, ["train", "--config", str(tmp_path / "again.toml"), "--steps", "9"])
+    assert caught[2] == caught[1]
+
+
+def test_what_neither_flags_nor_a_file_give_is_a_usage_error():
+    result = CliRunner().invoke(main, ["train", "d", "--out", "o"])
+    assert result.exit_code == 2
+    assert "Missing option '--model'" in result.stderr
