@@ -19,7 +19,8 @@ import xxhash
 
 from pipeline.sources.files import BATCH_BYTES, changed, is_url, open_source, reaching
 from pipeline.sources.parsing import BadRecord, Parser, excerpt, json_parser, text_parser, value_parser
-from pipeline.sources.tables import canonical_json, column_values, reading_as, table_batches
+from pipeline.sources.tables import reading_as, table_batches
+from pipeline.sources.values import canonical_json, column_values, rows_of
 from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError
 
@@ -286,7 +287,7 @@ class WindowReader:
         parser = value_parser(options)
         with reading_as(file.format.capitalize(), file.name):
             for batch, row, size in table_batches(file, slice_, options):
-                raws = column_values(batch.column(0)) if options.kind == "text" else batch.to_pylist()
+                raws = column_values(batch.column(0)) if options.kind == "text" else rows_of(batch)
                 self._note(canonical_json(raws))
                 yield _Chunk(raws, size, parser, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
 

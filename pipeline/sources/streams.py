@@ -18,6 +18,7 @@ import orjson
 from pipeline.sources.files import is_lines, open_source, reaching, refuse_foreign
 from pipeline.sources.parsing import FAULT
 from pipeline.sources.tables import arrow_batches, ipc_batches, reading_as
+from pipeline.sources.values import rows_of
 from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError, counted
 
@@ -157,7 +158,7 @@ def _table_rows(kind: str, content: bytes) -> Iterator[bytes]:
 def _rows(batches: Iterable[Any]) -> Iterator[bytes]:
     for batch in batches:
         batch.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
-        yield from map(_dump, batch.to_pylist())
+        yield from map(_dump, rows_of(batch))
 
 
 def _texts(source: Source, chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import orjson
-
 from pipeline.config import RecordOptions
 from pipeline.sources.files import BATCH_BYTES, is_url, open_source
 from pipeline.sources.parsing import fields_of, usual_flags
@@ -158,27 +156,3 @@ def text_column(schema: Any, name: str, text_field: str) -> str:
     raise SourceError(
         f"{name}: no column {text_field!r}, {fields_of(schema.names)}; expected the text there. See {flags}."
     )
-
-
-def column_values(column: Any) -> list[Any]:
-    """Return a column as Python values; bytes where a string is not UTF-8, so that only that row is bad."""
-    try:
-        values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        import pyarrow as pa
-
-        values = []
-        for item in column:
-            try:
-                values.append(item.as_py())
-            except UnicodeDecodeError:
-                values.append(item.cast(pa.large_binary()).as_py())
-    return values
-
-
-def canonical_json(values: list[Any]) -> bytes:
-    """Return the JSON form of values, which the hash of a window covers."""
-    try:
-        return orjson.dumps(values, default=str, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # a number beyond 64 bits, or the like
-        return repr(values).encode("utf-8", "surrogatepass")
