@@ -128,11 +128,14 @@ def _explain(error: Exception, out: str) -> PackError:
 def _make_job(config: BuildConfig, progress: Progress) -> Job:
     """Check all that can be checked without reading a record, and make the plan."""
     _refuse_idle_policy(config)
-    sources = resolve_sources(config.source_arguments, config.records, config.source_records)
+    exclude = (str(config.out),)
+    sources = resolve_sources(config.source_arguments, config.records, config.source_records, exclude=exclude)
     for source in sources:
         if source.skipped:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(source.skipped.items()))
             progress.on_message(f"source {source.name!r}: files left out: {kinds}")
+        for note in source.notes:
+            progress.on_message(f"source {source.name!r}: {note}")
     streamed = enumerate_streams(sources)
     if (config.windows or config.finalize) and streamed:
         name = sources[streamed[0][0]].files[streamed[0][1]].name

@@ -1,6 +1,7 @@
 """Corpus files as bytes: local paths and fsspec URLs, opened, measured, fingerprinted and sniffed the same way."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -11,6 +12,7 @@ import xxhash
 from shards.errors import PackError, SourceError, reason_of
 
 BATCH_BYTES = 4 << 20  # read and parsed at once
+MAX_RECORD_BYTES = 256 << 20  # what is larger has no end, or was packed to fill the memory
 END_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 64 << 10, 4 << 10, 14
 COMPRESSED = (  # first bytes, name, way out
     (b"\x1f\x8b\x08", "gzip", "Decompress it (gzip -dc), or give a file whose name ends in .gz."),
@@ -36,7 +38,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise SourceError(f"{url}: {error}. Install what fsspec needs for this kind of URL.") from None
+        fault = hide_secrets(f"{url}: {error}")
+        raise SourceError(f"{fault}. Install what fsspec needs for this kind of URL.") from None
     return filesystem, path
 
 
@@ -111,7 +114,9 @@ def reaching(location: str, name: str | None = None) -> Iterator[None]:
             raise
         what = "URL, the network and the credentials" if is_url(location) else "path and its permissions"
         reason = getattr(error, "strerror", None) or reason_of(error)
-        raise SourceError(f"{name or location}: cannot be read ({reason}). Check the {what}.") from None
+        where = name or location
+        fault = hide_secrets(f"{where}: cannot be read ({reason})")
+        raise SourceError(f"{fault}. Check the {what}.") from None
 
 
 def changed(name: str) -> SourceError:
@@ -121,13 +126,26 @@ def changed(name: str) -> SourceError:
     )
 
 
-def refuse_foreign(head: bytes, name: str) -> None:
-    """Raise SourceError for a file that should be text and begins with the mark of UTF-16 or of compressed data."""
+def foreign_kind(head: bytes) -> str | None:
+    """Return what a file is that should be text in UTF-8 and begins with the mark of something else, and what to do."""
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise SourceError(f"{name}: is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+        return "is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8."
     for mark, kind, remedy in COMPRESSED:
         if head.startswith(mark):
-            raise SourceError(f"{name}: is {kind} data, which its name does not say; expected text in UTF-8. {remedy}")
+            return f"is {kind} data, which its name does not say; expected text in UTF-8. {remedy}"
+    return None
+
+
+def refuse_foreign(head: bytes, name: str) -> None:
+    """Raise SourceError for a file that should be text and begins with the mark of UTF-16 or of compressed data."""
+    if foreign := foreign_kind(head):
+        raise SourceError(f"{name}: {foreign}")
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text without what URLs in it carry to sign in: user and password, and queries of web addresses."""
+    text = re.sub(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", r"\1", text)
+    return re.sub(r"(\bhttps?://[^\s?#'\"]+)[?#][^\s'\")]*?(?=[:.,;]?(?:[\s'\")]|$))", r"\1", text)
 
 
 def is_lines(head: bytes) -> bool:
@@ -139,3 +157,11 @@ def is_lines(head: bytes) -> bool:
         return isinstance(orjson.loads(line), dict)
     except orjson.JSONDecodeError:
         return False
+
+
+def too_long(name: str) -> SourceError:
+    """Return the error for a record that would fill the memory."""
+    return SourceError(
+        f"{name}: holds a record longer than {MAX_RECORD_BYTES >> 20:,} MiB; expected one record per line. "
+        "Check the file, and split what is too large."
+    )

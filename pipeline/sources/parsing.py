@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from pipeline.config import RecordOptions
+from pipeline.sources.files import foreign_kind
 
 FAULT = "shardpack: unreadable row"  # the only key of a line that stands for one: the reason, or [reason, row]
+_FAULT_LINE = b'{"%s":' % FAULT.encode()
 KINDS = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", bytes: "bytes, not UTF-8 text"}
 
 
@@ -54,7 +56,7 @@ def text_parser(options: RecordOptions) -> Parser:
         try:
             text = raw.decode("utf-8-sig" if whole else "utf-8")
         except UnicodeDecodeError as error:
-            raise BadRecord(_not_utf8(raw, error)) from None
+            raise BadRecord((foreign_kind(raw) if whole else None) or _not_utf8(raw, error)) from None
         text = text if whole else text.removesuffix("\r")
         return text if options.kind == "text" else {options.text_field: text}
 
@@ -72,7 +74,7 @@ def value_parser(options: RecordOptions) -> Parser:
         return values if set(map(type, values)) <= {str} else None
 
     def parse_one(value: Any) -> str:
-        return text_of({head: value}, options.text_field) if rest and isinstance(value, dict) else _text(value, head)
+        return text_of({head: value}, options.text_field) if rest and not isinstance(value, str) else _text(value, head)
 
     return Parser(parse_batch, parse_one)
 
@@ -104,8 +106,12 @@ def text_of(record: dict[str, Any], path: str) -> str:
     value: Any = record
     if path in record:
         return _text(record[path], path)
-    for key in path.split("."):
-        if not isinstance(value, dict) or key not in value:
+    keys = path.split(".")
+    for depth, key in enumerate(keys):
+        if depth and not isinstance(value, dict):
+            above = ".".join(keys[:depth])
+            raise BadRecord(f"field {path!r}: {above!r} is {name_of(value)}; expected an object with {key!r}")
+        if key not in value:
             flags = usual_flags(record) or "--text-field"
             raise BadRecord(f"no field {path!r}, {fields_of(record)}; expected the text there (see {flags})")
         value = value[key]
@@ -133,8 +139,15 @@ def usual_flags(names: Collection[str]) -> str:
 def excerpt(raw: Any, limit: int) -> str:
     """Return a raw record as printable text, at most `limit` characters from its beginning."""
     if isinstance(raw, bytes):
-        return raw[: 4 * limit].decode("utf-8", "backslashreplace")[:limit]
+        row = _row_behind(raw) if raw.startswith(_FAULT_LINE) else raw
+        return row[: 4 * limit].decode("utf-8", "backslashreplace")[:limit]
     return str(raw)[:limit]
+
+
+def _row_behind(line: bytes) -> bytes:
+    """Return the row that a line of a fault stands for, as JSON, where it holds one."""
+    fault = orjson.loads(line)[FAULT]
+    return orjson.dumps(fault[-1]) if isinstance(fault, list) else line
 
 
 def _text(value: Any, path: str) -> str:

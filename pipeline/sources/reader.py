@@ -6,18 +6,27 @@ them. The hash covers the raw bytes of the lines and files read; for Parquet and
 read, the JSON form of the values. `parsing.py` says what a record is, this file where it lies.
 """
 
+import io
 import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pipeline.sources.files import BATCH_BYTES, changed, is_url, open_source, reaching
+from pipeline.sources.files import (
+    BATCH_BYTES,
+    MAX_RECORD_BYTES,
+    changed,
+    is_url,
+    open_source,
+    reaching,
+    too_long,
+)
 from pipeline.sources.parsing import BadRecord, Parser, excerpt, json_parser, text_parser, value_parser
 from pipeline.sources.tables import reading_as, table_batches
 from pipeline.sources.values import canonical_json, column_values, rows_of
@@ -118,17 +127,25 @@ class WindowReader:
         """Hex xxh3_128 of what was read so far."""
         return self._hash.hexdigest()
 
+    def raw_xxh3(self) -> str:
+        """Read the window without parsing it, and return `input_xxh3` of all of it.
+
+        What a sidecar holds of the window it was made from: another hash means that the corpus has changed since,
+        wherever in a file. Use a reader of its own.
+
+        Raises:
+            SourceError: A file cannot be read, or has another size than the plan says.
+        """
+        for _ in self._all_chunks():
+            pass
+        return self.input_xxh3
+
     def __iter__(self) -> Iterator[RecordBatch]:
         waiting: list[_Chunk] = []
         size = 0
         for number, slice_ in enumerate(self._slices):
             first = self.num_records
-            file = self.source.files[slice_.file]
-            if self._payloads is None:
-                chunks = self._chunks(file, slice_)
-            else:
-                chunks = self._payload_chunks(file, slice_, self._payloads[number])
-            for chunk in chunks:
+            for chunk in self._slice_chunks(number):
                 if waiting and waiting[0].parser is not chunk.parser:
                     yield self._batch(waiting)
                     waiting, size = [], 0
@@ -195,6 +212,8 @@ class WindowReader:
             if file.format in ("parquet", "arrow"):
                 yield from self._columns(file, slice_)
             elif file.format == "text" and options.text_unit == "file":
+                if (file.bytes or 0) > MAX_RECORD_BYTES:
+                    raise too_long(file.name)
                 with open_source(file.location) as stream:
                     data = stream.read()
                 self._note(data)
@@ -203,6 +222,17 @@ class WindowReader:
                 yield from self._byte_range(file, slice_)
             if self._stamp(file) != stamp:
                 raise changed(file.name)
+
+    def _all_chunks(self) -> Iterator[_Chunk]:
+        for number in range(len(self._slices)):
+            yield from self._slice_chunks(number)
+
+    def _slice_chunks(self, number: int) -> Iterator[_Chunk]:
+        slice_ = self._slices[number]
+        file = self.source.files[slice_.file]
+        if self._payloads is None:
+            return self._chunks(file, slice_)
+        return self._payload_chunks(file, slice_, self._payloads[number])
 
     def _payload_chunks(self, file: SourceFile, slice_: Slice, payload: bytes) -> Iterator[_Chunk]:
         """Cut lines that the driver has read."""
@@ -222,18 +252,19 @@ class WindowReader:
     def _byte_range(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
         """Read the lines whose first byte lies in the slice."""
         parser = json_parser(self.source.options) if file.format == "jsonl" else text_parser(self.source.options)
-        with open_source(file.location) as stream:
+        opened = open_source(file.location)
+        with io.BufferedReader(opened) if is_url(file.location) else opened as stream:  # type: ignore[type-var]
             at = max(slice_.start - 1, 0)
             stream.seek(at)
             if slice_.start:
-                at += len(stream.readline())  # the tail of a line that belongs to the slice before
+                at += len(_rest_of_line(stream, file.name, b""))  # the tail of a line that belongs to the slice before
             while at < slice_.stop:
                 asked = min(BATCH_BYTES, slice_.stop - at)
                 data = stream.read(asked)
                 if len(data) < asked:
                     raise changed(file.name)
                 if not data.endswith(b"\n"):
-                    data += stream.readline()
+                    data += _rest_of_line(stream, file.name, data)
                 yield self._lines(data, self._counter(file, slice_.file, at), file, parser, starts_file=at == 0)
                 at += len(data)
 
@@ -290,6 +321,15 @@ class WindowReader:
                 raws = column_values(batch.column(0)) if options.kind == "text" else rows_of(batch)
                 self._note(canonical_json(raws))
                 yield _Chunk(raws, size, parser, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
+
+
+def _rest_of_line(stream: IO[bytes], name: str, data: bytes) -> bytes:
+    """Read on to the end of the line that `data` begins."""
+    begun = len(data) - data.rfind(b"\n") - 1
+    line = stream.readline(max(MAX_RECORD_BYTES - begun, 0) + 1)
+    if begun + len(line) > MAX_RECORD_BYTES:
+        raise too_long(name)
+    return line
 
 
 def _cut(payload: bytes) -> Iterator[tuple[bytes, int]]:

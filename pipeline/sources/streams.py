@@ -5,17 +5,24 @@ as one JSON object per line. A row that cannot be written so becomes `{FAULT: re
 driver parses nothing it need not, and every fault is reported in one place.
 """
 
-import codecs
 import csv
 import io
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 import orjson
 
-from pipeline.sources.files import is_lines, open_source, reaching, refuse_foreign
+from pipeline.sources.files import (
+    MAX_RECORD_BYTES,
+    foreign_kind,
+    is_lines,
+    open_source,
+    reaching,
+    refuse_foreign,
+    too_long,
+)
+from pipeline.sources.json_elements import json_elements
 from pipeline.sources.parsing import FAULT
 from pipeline.sources.tables import arrow_batches, ipc_batches, reading_as
 from pipeline.sources.values import rows_of
@@ -23,7 +30,7 @@ from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError, counted
 
 CHUNK_BYTES = 1 << 20
-MAX_ELEMENT_CHARS = 1 << 28  # a JSON value that is not complete by then is taken for broken
+MAX_TABLE_BYTES = 1 << 30  # of a table that is held because it cannot be read from its place
 
 
 class StreamedWindow(NamedTuple):
@@ -79,7 +86,7 @@ def stream_windows(source: Source, files: Iterable[int], window_bytes: int) -> I
 def _chunks(file: SourceFile, source: Source) -> Iterator[bytes]:
     """Yield JSONL bytes in pieces of any size."""
     with reaching(file.location, file.name):
-        if file.format == "arrow" and file.compression is None:
+        if file.format == "arrow" and file.compression is None and file.location != "-":
             with reading_as("Arrow", file.name):
                 yield from _join(_rows(arrow_batches(file.location)))
         elif file.compression is None:
@@ -103,25 +110,53 @@ def _opened(file: SourceFile) -> Any:
 
 def _framed(file: SourceFile, source: Source, stream: IO[bytes]) -> Iterator[bytes]:
     head = stream.read(CHUNK_BYTES)
-    refuse_foreign(head, file.name)
+    whole_text = file.format == "text" and source.options.text_unit == "file"
+    if not whole_text:
+        refuse_foreign(head, file.name)
     head = head.removeprefix(b"\xef\xbb\xbf")
     chunks = _rest(head, stream)
     if file.format in ("parquet", "arrow"):
-        yield from _join(_table_rows(file.format, head + stream.read()))  # these must be held to be read
+        yield from _join(_table_rows(file.format, _held(file.name, chunks, MAX_TABLE_BYTES)))
     elif file.format == "jsonl" or (file.format == "json" and is_lines(head)):
-        yield from chunks
+        yield from _bounded(file.name, chunks)
     elif file.format == "json":
-        yield from _join(_json_values(file.name, chunks))
+        yield from _join(json_elements(file.name, chunks))
     elif file.format in ("csv", "tsv"):
-        yield from _join(_csv_rows(file, chunks))
+        yield from _join(_csv_rows(file, _bounded(file.name, chunks)))
+    elif whole_text:
+        yield from _join(_texts(source, [_held(file.name, chunks, MAX_RECORD_BYTES)]))
     else:
-        yield from _join(_texts(source, chunks))
+        yield from _join(_texts(source, _lines(_bounded(file.name, chunks))))
 
 
 def _rest(head: bytes, stream: IO[bytes]) -> Iterator[bytes]:
     while head:
         yield head
         head = stream.read(CHUNK_BYTES)
+
+
+def _bounded(name: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Pass chunks on, and refuse a line that does not end."""
+    length = 0
+    for chunk in chunks:
+        last = chunk.rfind(b"\n")
+        length = length + len(chunk) if last < 0 else len(chunk) - last - 1
+        if length > MAX_RECORD_BYTES:
+            raise too_long(name)
+        yield chunk
+
+
+def _held(name: str, chunks: Iterable[bytes], limit: int) -> bytes:
+    """Return all chunks as one, up to a limit."""
+    content = bytearray()
+    for chunk in chunks:
+        content += chunk
+        if len(content) > limit:
+            raise SourceError(
+                f"{name}: gives more than {limit >> 20:,} MiB, larger than what is held at once. "
+                "Decompress it into a file, or split it."
+            )
+    return bytes(content)
 
 
 def _join(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -161,14 +196,16 @@ def _rows(batches: Iterable[Any]) -> Iterator[bytes]:
         yield from map(_dump, rows_of(batch))
 
 
-def _texts(source: Source, chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Turn a text file into records of the text field."""
+def _texts(source: Source, units: Iterable[bytes]) -> Iterator[bytes]:
+    """Turn a text file, or its lines, into records of the text field."""
     whole = source.options.text_unit == "file"
-    for unit in (b"".join(chunks),) if whole else _lines(chunks):
+    for unit in units:
         try:
             text = unit.decode("utf-8")
         except UnicodeDecodeError as error:
-            yield orjson.dumps({FAULT: f"invalid UTF-8: byte 0x{unit[error.start]:02x} at byte {error.start}"})
+            foreign = foreign_kind(unit) if whole else None
+            fault = foreign or f"invalid UTF-8: byte 0x{unit[error.start]:02x} at byte {error.start}"
+            yield orjson.dumps({FAULT: fault})
             continue
         if whole or text.strip():
             yield orjson.dumps({source.options.text_field: text if whole else text.removesuffix("\r")})
@@ -184,7 +221,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 def _csv_rows(file: SourceFile, chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Turn rows into objects of text by the header; a row of another width is a fault."""
-    csv.field_size_limit(1 << 30)
+    csv.field_size_limit(MAX_RECORD_BYTES)
     text = io.TextIOWrapper(io.BufferedReader(_Reader(chunks)), encoding="utf-8", errors="surrogateescape", newline="")
     rows = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",", strict=True)
     try:
@@ -192,13 +229,28 @@ def _csv_rows(file: SourceFile, chunks: Iterable[bytes]) -> Iterator[bytes]:
         if twice := next((name for name in header if name and header.count(name) > 1), None):
             raise SourceError(f"{file.name}: has two columns {twice!r}; expected one of a name. Rename one.")
         for row in rows:
-            if len(row) == len(header):
-                yield _dump(dict(zip(header, row, strict=True)))
+            odd = next((place for place, field in enumerate(row) if not field.isascii() and _lone(field)), None)
+            if row and len(row) != len(header):
+                yield _fault(row, f"{counted(len(row), 'field')} where the header has {len(header):,}")
+            elif odd is not None:
+                byte = ord(_lone(row[odd])) - 0xDC00
+                yield _fault(row, f"invalid UTF-8 in {header[odd]!r}, byte 0x{byte:02x}; expected UTF-8")
             elif row:
-                yield _dump({FAULT: [f"{counted(len(row), 'field')} where the header has {len(header):,}", row]})
+                yield _dump(dict(zip(header, row, strict=True)))
     except csv.Error as error:
         kind = file.format.upper()
         raise SourceError(f"{file.name}, line {rows.line_num}: not {kind} ({error}). Fix the file.") from None
+
+
+def _lone(field: str) -> str:
+    """Return the first byte that was no UTF-8, as `surrogateescape` keeps it; empty where all was."""
+    return next((character for character in field if "\udc80" <= character <= "\udcff"), "")
+
+
+def _fault(row: list[str], reason: str) -> bytes:
+    """Return the line that stands for a bad row: the reason, and what the row holds, odd bytes as \\x.."""
+    kept = [field.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for field in row]
+    return orjson.dumps({FAULT: [reason, kept]})
 
 
 class _Reader(io.RawIOBase):
@@ -217,71 +269,3 @@ class _Reader(io.RawIOBase):
         count = min(len(buffer), len(self._left))
         buffer[:count], self._left = self._left[:count], self._left[count:]
         return count
-
-
-def _json_values(name: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield each element of a top-level array, or each of several objects, on one line.
-
-    The text is passed on, not what it parses to: the reader sees duplicate keys, wrong escapes and odd numbers itself.
-    """
-    text = _Text(chunks)
-    is_array = text.peek() == "["
-    text.at += is_array
-    number = 0
-    while (mark := text.peek()) and not (is_array and mark == "]"):
-        if mark == "," and number:
-            text.at += 1
-            continue
-        value = text.value()
-        if value is None:
-            raise SourceError(f"{name}, record {number}: broken or cut off; expected a JSON value. Fix the file.")
-        yield value.replace("\n", " ").replace("\r", " ").encode("utf-8", "surrogateescape")  # no JSON inside strings
-        number += 1
-    text.at += is_array
-    if is_array and (not mark or text.peek()):
-        what = "text follows the end of the array" if mark else "the array does not end"
-        raise SourceError(f"{name}: {what}; expected one JSON array. Fetch the file again.")
-
-
-class _Text:
-    """The text of a JSON file, held only around the value being read."""
-
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        self._more = filter(None, map(decoder.decode, chunks))
-        self._scan = json.JSONDecoder().raw_decode
-        self.buffer, self.at = "", 0
-
-    def peek(self) -> str:
-        """Skip white space and return the next character; nothing at the end."""
-        while True:
-            while self.at < len(self.buffer):
-                if self.buffer[self.at] not in " \t\r\n":
-                    return self.buffer[self.at]
-                self.at += 1
-            self.buffer, self.at = next(self._more, ""), 0
-            if not self.buffer:
-                return ""
-
-    def value(self) -> str | None:
-        """Return the text of the next value; None where it is cut off or broken."""
-        grow, end = CHUNK_BYTES, self._end()
-        while end is None or end == len(self.buffer):  # cut off, or a number that may go on
-            more = ""
-            while len(more) < grow and (chunk := next(self._more, "")):
-                more += chunk
-            if not more or len(self.buffer) - self.at > MAX_ELEMENT_CHARS:
-                break
-            self.buffer, self.at, grow = self.buffer[self.at :] + more, 0, grow * 2
-            end = self._end()
-        if end is None:
-            return None
-        start, self.at = self.at, end
-        return self.buffer[start:end]
-
-    def _end(self) -> int | None:
-        try:
-            end: int = self._scan(self.buffer, self.at)[1]
-        except (json.JSONDecodeError, RecursionError):
-            return None
-        return end

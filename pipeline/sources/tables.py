@@ -112,6 +112,11 @@ def reading_as(kind: str, name: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if "too much memory" in str(error):  # zstd's own limit
+            raise SourceError(
+                f"{name}: was compressed with a window of more than 128 MiB; expected a smaller one. "
+                "Pipe it: zstd -dc --long=31 FILE | pack build -"
+            ) from None
         raise SourceError(f"{name}: cannot be read as {kind} ({reason_of(error)}). Write the file again.") from None
 
 

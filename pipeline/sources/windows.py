@@ -55,6 +55,8 @@ class Source:
     options: RecordOptions
     skipped: Mapping[str, int] = field(default_factory=dict)
     "Files of a directory that were left out: kind -> number."
+    notes: tuple[str, ...] = ()
+    "What else a person should know of the files, such as copies among them."
 
 
 class Slice(NamedTuple):

@@ -39,10 +39,10 @@ def test_a_folder_of_small_files_is_packed_like_one_file(folder, tmp_path, words
     build(BuildConfig(sources=(str(folder),), out=str(tmp_path / "b"), **options))
     build(BuildConfig(sources=(str(folder),), out=str(tmp_path / "c"), workers=2, **options))
     one, many, again = (Dataset(tmp_path / name) for name in "abc")
-    assert len(many.manifest["shards"]) <= 2, "one for files that can be cut unread, one for the others"
-    assert len(many) <= 1.01 * len(one) + len(many.manifest["shards"]) - 1
+    assert len(many.shards) <= 2, "one for files that can be cut unread, one for the others"
+    assert len(many) <= 1.01 * len(one) + len(many.shards) - 1
     assert many.manifest["totals"]["tokens"] == one.manifest["totals"]["tokens"]
-    hashes = [[shard["xxh3_128"] for shard in dataset.manifest["shards"]] for dataset in (many, again)]
+    hashes = [[entry["xxh3_128"] for entry in dataset.shards] for dataset in (many, again)]
     assert hashes[0] == hashes[1]
     assert verify(str(tmp_path / "b")).problems == []
 
@@ -60,4 +60,4 @@ def test_streamed_windows_are_as_many_as_their_bytes_ask_for(tmp_path, words_dir
         window_bytes=size // 4,
     )
     build(config)
-    assert len(Dataset(tmp_path / "out").manifest["shards"]) in (4, 5)
+    assert len(Dataset(tmp_path / "out").shards) in (4, 5)

@@ -17,6 +17,7 @@ import zstandard
 from pipeline.config import RecordOptions
 from pipeline.sources.discovery import check_unchanged, resolve_sources
 from pipeline.sources.parsing import BadRecord, parse_object
+from pipeline.sources.reader import WindowReader
 from pipeline.sources.streams import stream_windows
 from pipeline.sources.windows import cut_windows
 from shards.errors import SourceError
@@ -110,7 +111,8 @@ def test_one_json_object_is_one_record(tmp_path, read_all):
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
 def test_json_arrays_come_through_whatever_the_chunks(tmp_path, monkeypatch, chunk, read_all):
-    monkeypatch.setattr("pipeline.sources.streams.CHUNK_BYTES", chunk)
+    for place in ("streams.CHUNK_BYTES", "json_elements.CHUNK_CHARS"):
+        monkeypatch.setattr(f"pipeline.sources.{place}", chunk)
     values = [{"text": 'q"\\ ]}[{ äöü👍\n'}, {"text": "", "n": [1, {"a": [2.5e-3, None]}]}, {"text": "end", "k": {}}]
     for indent in (None, 2):
         (tmp_path / "a.json").write_text(json.dumps(values, indent=indent, ensure_ascii=False), "utf-8")
@@ -126,12 +128,12 @@ COMPRESSED = {
 
 @pytest.mark.parametrize("kind", COMPRESSED)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
-def test_compressed_data_without_its_suffix_is_named_with_the_way_out(tmp_path, name, kind):
+def test_compressed_data_without_its_suffix_is_named_with_the_way_out(tmp_path, name, kind, read_all):
     (tmp_path / name).write_bytes(COMPRESSED[kind])
     with pytest.raises(
         SourceError, match=rf"{name}: is {kind} data.*; expected text in UTF-8. Decompress it"
     ) as caught:
-        resolve_sources([str(tmp_path / name)], OPTIONS)
+        read_all(resolve_sources([str(tmp_path / name)], OPTIONS))
     assert "\n" not in str(caught.value)
 
 
@@ -148,8 +150,8 @@ def test_compressed_data_on_stdin_is_named_too(monkeypatch, kind, read_all):
         ("a.jsonl.gz", gzip.compress(jsonl(TEXTS * 50))[:-200], "cannot be read as gzip"),
         ("a.jsonl.zst", zstandard.compress(jsonl(TEXTS * 50))[:-50], "cannot be read as zstd"),
         ("a.jsonl.gz", b"plain text", "cannot be read as gzip"),
-        ("a.json", b'[{"text": "a"}, {"text": "b', "record 1: broken or cut off"),
-        ("a.json", b'[{"text": "a"}, {"text" "b"}]', "record 1: broken or cut off"),
+        ("a.json", b'[{"text": "a"}, {"text": "b', "record 2: broken or cut off"),
+        ("a.json", b'[{"text": "a"}, {"text" "b"}]', "record 2: broken or cut off"),
         ("a.json", b'[{"text": "a"}', "the array does not end"),
         ("a.json", b'[{"text": "a"}] [1]', "text follows the end of the array"),
         ("a.csv", b'text,n\n"a,1\n', "line 2: not CSV"),
@@ -219,3 +221,70 @@ def test_urls_are_read_through_fsspec(tmp_path, name, read_all):
             resolve_sources(["memory://bucket/none"], OPTIONS)
     finally:
         filesystem.rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
+def test_a_text_file_in_another_encoding_is_a_bad_record_like_any_other(tmp_path, suffix, read_all):
+    for name, content in (("a", b"first"), ("b", "zweite".encode("utf-16")), ("c", b"\xfcber")):
+        data = gzip.compress(content) if suffix.endswith("gz") else content
+        (tmp_path / f"{name}.{suffix}").write_bytes(data)
+    sources = resolve_sources([str(tmp_path)], OPTIONS)
+    assert read_all(sources, on_error="skip") == ["first"]
+    with pytest.raises(SourceError, match=rf"b\.{suffix}.*: is UTF-16; expected UTF-8. Convert it: iconv"):
+        read_all(sources)
+
+
+def test_a_row_in_another_encoding_is_kept_with_its_bytes(tmp_path):
+    (tmp_path / "a.csv").write_bytes("n,text\n1,größe\n2,fine\n".encode("latin-1"))
+    [source] = resolve_sources([str(tmp_path / "a.csv")], OPTIONS)
+    [(slices, payloads)] = stream_windows(source, [0], 1000)
+    reader = WindowReader(source, slices, payloads=payloads, on_error="skip")
+    assert [batch.values for batch in reader] == [["fine"]]
+    [entry] = reader.rejected
+    assert (entry.where, entry.reason) == ("a.csv, record 1", "invalid UTF-8 in 'text', byte 0xf6; expected UTF-8")
+    assert json.loads(entry.raw) == ["1", r"gr\xf6\xdfe"]
+
+
+def test_an_element_that_is_nested_too_deeply_is_a_bad_record(tmp_path, read_all):
+    deep = '{"text": "b", "x": ' + "[" * 5000 + '"]"' + "]" * 5000 + "}"
+    (tmp_path / "a.json").write_text(f'[{{"text": "a"}}, {deep}, {{"text": "c"}}]')
+    sources = resolve_sources([str(tmp_path / "a.json")], OPTIONS)
+    assert read_all(sources, on_error="skip") == ["a", "c"]
+    with pytest.raises(SourceError, match=r"a\.json, record 2: JSON that cannot be read"):
+        read_all(sources)
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_tables_are_read_from_stdin(tmp_path, monkeypatch, kind, read_all):
+    FORMATS[{"arrow": "stream.arrow", "parquet": "a.parquet"}[kind]](tmp_path / "x")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "x").read_bytes())))
+    assert read_all(resolve_sources(["-"], RecordOptions(format=kind))) == TEXTS
+
+
+def test_a_window_of_zstd_that_is_too_large_has_a_way_out(tmp_path, read_all):
+    """indygreg/python-zstandard#157"""
+    parameters = zstandard.ZstdCompressionParameters(window_log=29)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(jsonl()) + compressor.flush())
+    with pytest.raises(SourceError, match=r"a\.jsonl\.zst: .*window.*zstd -dc --long=31 FILE \| pack build -"):
+        read_all(resolve_sources([str(tmp_path / "a.jsonl.zst")], OPTIONS))
+
+
+def test_a_field_below_something_that_is_no_object_is_named_in_full(tmp_path, read_all):
+    (tmp_path / "a.jsonl").write_text('{"meta": null}\n')
+    pq.write_table(pa.Table.from_pylist([{"meta": {"text": "a"}}, {"meta": None}]), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        with pytest.raises(SourceError, match=r"field 'meta\.text': 'meta' is null; expected an object with 'text'"):
+            read_all(resolve_sources([str(tmp_path / name)], RecordOptions(text_field="meta.text")))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.csv", "a.txt", "a.txt.gz", "a.json.gz", "a.parquet.gz"])
+def test_a_record_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name, read_all):
+    for module in ("streams", "reader", "json_elements"):
+        monkeypatch.setattr(f"pipeline.sources.{module}.MAX_RECORD_BYTES", 1 << 20)
+    monkeypatch.setattr("pipeline.sources.streams.MAX_TABLE_BYTES", 1 << 20)
+    endless = {"json": b'[{"text": "', "csv": b'text\n"'}.get(name.split(".")[1], b"") + b"x" * (5 << 20)
+    packed = {"zst": zstandard.compress, "gz": gzip.compress}.get(name.rpartition(".")[2], bytes)(endless)
+    (tmp_path / name).write_bytes(packed)
+    with pytest.raises(SourceError, match=rf"{name}.*(longer than|larger than|broken or cut off)"):
+        read_all(resolve_sources([str(tmp_path / name)], OPTIONS))

@@ -313,6 +313,26 @@ def test_the_hash_is_that_of_the_raw_lines(tmp_path, monkeypatch):
     assert reader.input_xxh3 == xxhash.xxh3_128_hexdigest(b'{"text": "two"}\n')
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_raw_hash_is_that_of_reading_and_notices_one_digit_in_the_middle(tmp_path, suffix):
+    lines = [{"text": f"{number:06}"} for number in range(20_000)]
+    hashes = []
+    for middle in ("010000", "010000", "01000X"):
+        lines[10_000]["text"] = middle
+        path = tmp_path / f"a.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(pa.Table.from_pylist(lines), path)
+        else:
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (source,) = resolve_sources([str(path)], TEXT)
+        slices = [slice_ for window in cut_windows([source])[0] for slice_ in window.slices]
+        reader = WindowReader(source, slices)
+        assert sum(len(batch.values) for batch in reader) == len(lines)
+        assert WindowReader(source, slices).raw_xxh3() == reader.input_xxh3
+        hashes.append(reader.input_xxh3)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
 @pytest.mark.parametrize("options", [TEXT, CHAT])
 def test_the_hash_of_columns_follows_their_values_only(tmp_path, options):
     hashes = []
