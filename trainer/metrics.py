@@ -40,15 +40,16 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
 def cost_of(model: nn.Module) -> ModelCost:
     """Read the cost of a transformers model from its parameters and configuration."""
     base = unwrap(model)
     config = base.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", 0)  # none in a state-space model
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings()
     lookups = {id(embedding)} if head is None or head.weight is not embedding else set()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    experts = next((n for name in EXPERT_COUNTS if (n := getattr(config, name, None))), None)
     active = getattr(config, "num_experts_per_tok", None)
     share = active / experts if experts and active else 1.0
     per_token = 0.0
@@ -56,18 +57,38 @@ def cost_of(model: nn.Module) -> ModelCost:
         if parameter.ndim >= 2 and id(parameter) not in lookups:
             passes = 6 if parameter.requires_grad else 4  # a frozen weight has no gradient of its own
             per_token += passes * parameter.numel() * (share if ".experts." in name else 1.0)
-    layers, sliding_window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    kinds = (
-        getattr(config, "layer_types", None) or ["sliding_attention" if sliding_window else "full_attention"] * layers
-    )
-    sliding = sum(kind == "sliding_attention" for kind in kinds) if sliding_window else 0
-    per_layer = 12.0 * heads * head_dim
+    pairs = {"full": 0.0, "window": 0.0}
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    for kind, widths in attention_layers(config):
+        narrow = kind in ("sliding_attention", "chunked_attention") and window is not None
+        pairs["window" if narrow else "full"] += 6.0 * widths
     return ModelCost(
         per_token=per_token,
-        per_pair=per_layer * (layers - sliding),
-        per_window_pair=per_layer * sliding,
-        sliding_window=sliding_window if sliding else None,
+        per_pair=pairs["full"],
+        per_window_pair=pairs["window"],
+        sliding_window=window if pairs["window"] else None,
     )
+
+
+def attention_layers(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield each attention layer's kind and the widths of its query and value heads, summed over heads.
+
+    Layers may differ in heads and widths (Gemma 4), keys may be wider than values (latent attention), and layers
+    without scores (recurrent, convolutional, linear attention) are left out. A chunk counts as a window of its size.
+    """
+    count = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    layers = getattr(config, "per_layer_config", None)
+    for i, kind in enumerate(kinds):
+        layer = layers[i] if layers else config
+        heads = getattr(layer, "num_attention_heads", 0)  # none in a state-space model
+        if ("attention" not in kind and "hybrid" not in kind) or kind == "linear_attention" or not heads:
+            continue
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        latent = getattr(layer, "qk_nope_head_dim", None)
+        keys = latent + layer.qk_rope_head_dim if latent else width
+        yield kind, heads * (keys + (getattr(layer, "v_head_dim", None) or width))
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -13,6 +13,7 @@ this size is refused in the attention function. Three ways are tried, the cheape
 
 import importlib.util
 import inspect
+import math
 import re
 import sys
 from collections import Counter
@@ -118,11 +119,14 @@ def _small_windows(model: nn.Module) -> Iterator[None]:
     """Shrink sliding windows, chunks and the like to a few tokens, in configurations and modules alike."""
     config: Any = model.config
     holders: list[Any] = [*{id(c): c for c in (config, config.get_text_config())}.values(), *model.modules()]
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     found = [
         (holder, name, value)
         for holder in holders
         for name in _SHRUNK
-        if isinstance(value := getattr(holder, name, None), (int, float)) and value > 0
+        if isinstance(value := getattr(holder, name, None), (int, float))
+        # A window as long as the positions cannot bite, and some models do not apply it; a row may be longer, though.
+        and 0 < value < (math.inf if name == "floor_scale" else positions)
     ]
     for holder, name, _ in found:
         setattr(holder, name, _SHRUNK[name])
@@ -196,6 +200,18 @@ def packed_kwargs(lengths: list[int], device: torch.device, *, hand_over: bool =
         "use_cache": False,
         BACKEND_KEYWORD: "cpu",
     }
+
+
+def logits_of_a_row(model: Any) -> Tensor:
+    """Return a model's logits on one short document of random tokens, float32 (1, T, V)."""
+    words = model.get_input_embeddings().weight
+    ids = torch.randint(0, len(words), (1, _FIRST), generator=torch.Generator().manual_seed(0)).to(words.device)
+    positions = torch.arange(_FIRST, device=words.device)[None]
+    training = model.training
+    model.eval()
+    logits = model(input_ids=ids, position_ids=positions, **packed_kwargs([_FIRST], words.device)).logits
+    model.train(training)
+    return cast(Tensor, logits.float())
 
 
 class _Probe:
@@ -485,7 +501,7 @@ def position_limit(model: Any) -> tuple[int | None, str | None]:
 
 
 @contextmanager
-def _large_weights(model: nn.Module, random: bool) -> Iterator[None]:
+def large_weights(model: nn.Module, random: bool) -> Iterator[None]:
     """Quadruple the matrices of a model with fresh weights: they are so small that attention scores hardly matter.
 
     Products with a power of two are exact, so the weights come back bit by bit.
@@ -520,7 +536,7 @@ def inspect_model(model: Any, name: str, *, random: bool = False) -> ModelReport
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _small_windows(model), _large_weights(model, random):
+        with torch.no_grad(), _small_windows(model), large_weights(model, random):
             probe = _Probe(model, report.max_positions or _FIRST + _SECOND + _THIRD)
             report.reason = _find_way(model, report, probe)
     finally:

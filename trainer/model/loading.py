@@ -16,6 +16,7 @@ from shards.errors import ModelError, reason_of
 from shards.quiet import quiet
 from trainer.model.attention import IMPLEMENTATION, register
 from trainer.model.backends import Backends, pick_backends
+from trainer.model.experts import follow_autocast
 from trainer.model.isolation import ModelReport, inspect_model, position_limit, refusal, sees_ahead
 from trainer.model.liger import replace_layers
 
@@ -39,8 +40,10 @@ class LoadedModel:
 def load_config(name: str) -> Any:
     """Return the configuration behind a hub name, a model directory or a configuration's JSON file.
 
+    Code that a model brings along is never run.
+
     Raises:
-        ModelError: There is none, or transformers does not know its model type.
+        ModelError: There is none, transformers does not know its model type, or its weights are quantized.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
     from transformers import AutoConfig
@@ -54,9 +57,9 @@ def load_config(name: str) -> Any:
             fields = json.loads(path.read_text())
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise ModelError(f"{name}: no model_type; expected the configuration of a transformers model. Add one.")
-            return AutoConfig.for_model(**fields)
+            return _unquantized(name, AutoConfig.for_model(**fields))
         with quiet():
-            return AutoConfig.from_pretrained(name)
+            return _unquantized(name, AutoConfig.from_pretrained(name, trust_remote_code=False))
     except StrictDataclassError as error:  # the first line names transformers' validator, the last one the fault
         fault = str(error).strip().splitlines()[-1].strip().rstrip(".")
         raise ModelError(f"{name}: not a valid model configuration: {fault}. Fix it.") from error
@@ -65,7 +68,24 @@ def load_config(name: str) -> Any:
             raise ModelError(
                 f"{name}: no such directory, and the hub cannot be reached. Check the path, or the network."
             ) from error
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{name}: brings code of its own (auto_map), which is never run here; expected a model that "
+                "transformers knows. Use another model."
+            ) from error
         raise ModelError(f"{name}: cannot read a model configuration: {_first_line(error)}. Check the name.") from error
+
+
+def _unquantized(name: str, config: Any) -> Any:
+    """Return the configuration, unless its weights are of a kind that cannot learn."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return config
+    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    raise ModelError(
+        f"{name}: its weights are quantized ({fields.get('quant_method', 'quantization_config')}), and these are "
+        "not trained here; expected bf16, fp16 or fp32 weights. Use the checkpoint that it was made from."
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -94,11 +114,12 @@ def _build(name: str, config: Any, dtype: torch.dtype, device: torch.device, att
     try:
         if random:
             with device:
-                return auto.from_config(config, dtype=dtype, attn_implementation=attention)
+                return auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
         with quiet():
             model, info = auto.from_pretrained(
-                name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
-            )
+                name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+                trust_remote_code=False,
+            )  # fmt: skip
     except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
             return _build(name, config, dtype, device, "eager", random=random)
@@ -143,6 +164,7 @@ def load_model(
         ModelError: The model cannot be loaded, is not safe on packed rows, or the backend cannot serve it.
     """
     register()
+    follow_autocast()
     device, random = torch.device(device), Path(name).suffix == ".json"
     config = load_config(name)
     reason = refusal(config)
@@ -150,7 +172,7 @@ def load_model(
     if reason is None:
         notes = _without_attention_dropout(config)
         model = _build(name, config, dtype, device, IMPLEMENTATION, random=random)
-        notes += replace_layers(model, liger, device)
+        notes += replace_layers(model, liger, device, random=random)
         report = inspect_model(model, name, random=random)
     if report.accepted:
         needs = [replace(each, dtype=compute_dtype or dtype) for each in report.needs]
@@ -190,6 +212,7 @@ def _sampled(config: Any) -> Any:
     for value in vars(text).values():
         if isinstance(value, (list, tuple)) and len(value) == total and isinstance(value[0], (str, bool)):
             keep = max(keep, *(value.index(kind) + 1 for kind in value))  # every kind of layer is among the first
+    keep = min(total, max(keep, (getattr(text, "first_k_dense_replace", None) or 0) + 1))  # experts come after these
     for name, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == total:
             setattr(text, name, value[:keep])
@@ -199,9 +222,12 @@ def _sampled(config: Any) -> Any:
         part.pad_token_id, part.bos_token_id, part.eos_token_id = 0, 1, 2
     if getattr(text, "num_kv_shared_layers", None):
         text.num_kv_shared_layers = 0  # they share with layers that are no longer there
-    for name in ("num_local_experts", "num_experts"):
+    chosen, groups = getattr(text, "num_experts_per_tok", None) or 0, getattr(text, "n_group", None) or 1
+    # routing in groups picks the best groups by their two best experts, then experts from these groups alone
+    least = max(4, groups * max(2, -(-chosen // (getattr(text, "topk_group", None) or 1))) if groups > 1 else chosen)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if isinstance(count := getattr(text, name, None), int):
-            setattr(text, name, min(count, max(4, getattr(text, "num_experts_per_tok", None) or 0)))
+            setattr(text, name, min(count, least))
     return config
 
 

@@ -8,7 +8,6 @@ backward; a model that scales or soft-caps its logits makes them itself. The sum
 knows for the whole step, so that no split of a step into micro-batches and ranks changes the loss.
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from shards.errors import ModelError
 from trainer.batch import IGNORED
 from trainer.model.attention import BACKEND_KEYWORD
 from trainer.model.backends import Backends
-from trainer.model.liger import fused_cross_entropy
+from trainer.model.liger import fused_cross_entropy, unusable_reason
 from trainer.model.unflatten import LAYOUT_KEYWORD, needs_rectangles
 
 
@@ -229,7 +228,7 @@ class PackedLM(nn.Module):
         self.needs_rectangles = needs_rectangles(unwrap(model))
         self.weighting = weighting
         self.z_loss = z_loss
-        self.fused = liger != "off" and weighting == "token" and importlib.util.find_spec("liger_kernel") is not None
+        self.fused = liger != "off" and weighting == "token"
 
     def forward(self, batch: Mapping[str, Any], divisor: float = 1.0) -> Tensor:
         """Return the summed loss of a micro-batch divided by `divisor`, a float32 scalar.
@@ -285,6 +284,7 @@ class PackedLM(nn.Module):
         if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
             vocab_size = model.config.get_text_config().vocab_size
             return chunked_cross_entropy(head, hidden, vocab_size, labels, weights, z_loss)
-        if self.fused and hidden.is_cuda:
+        # The kernel makes all gradients in forward, and none where hidden states want none: a frozen body.
+        if self.fused and hidden.is_cuda and hidden.requires_grad and unusable_reason() is None:
             return fused_cross_entropy(hidden, head.weight, head.bias, labels, z_loss)
         return linear_cross_entropy(hidden, head.weight, head.bias, labels, weights, z_loss)

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from shards.cost import ModelCost
 from trainer import load_model
 from trainer.config import TrainConfig
@@ -93,3 +95,40 @@ def test_the_cost_of_a_model_by_hand(model_config):
 def test_the_cost_of_a_window_is_counted_inside_it(model_config):
     cost = cost_of(load_model(model_config("mistral-window")).model)
     assert (cost.sliding_window, cost.per_pair, cost.per_window_pair) == (5, 0, 2 * 12 * 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "full", "window"),
+    [
+        # latent attention: 4 heads, keys of 8 + 8, values of 4; 6 FLOPs a pair, head and width
+        (
+            {
+                "model_type": "deepseek_v3", "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8,
+                "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 4, "n_routed_experts": 4, "n_group": 1,
+                "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            },
+            2 * 6 * 2 * (16 + 4),
+            0,
+        ),
+        # a windowed layer with heads of 8, a full one with heads of 16
+        (
+            {
+                "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"], "num_key_value_heads": 1,
+                "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
+            },
+            6 * 2 * 32,
+            6 * 2 * 16,
+        ),
+        # a convolution has no pairs
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "num_key_value_heads": 1},
+            6 * 2 * 16,
+            0,
+        ),
+    ],
+    ids=["latent", "two widths", "convolution"],
+)  # fmt: skip
+def test_the_cost_of_layers_that_differ_by_hand(fields, full, window, model_config):
+    cost = cost_of(load_model(model_config("llama", **fields)).model)
+    assert (cost.per_pair, cost.per_window_pair) == (full, window)

@@ -1,5 +1,6 @@
 """Which models are accepted, which are refused and in what words, and what loading says about them."""
 
+import ast
 import itertools
 import json
 import logging
@@ -525,3 +526,63 @@ def test_the_positions_of_a_model_on_native_attention_are_known(config: Write) -
     report = load_model(path, packed=False).report
     with pytest.raises(ModelError, match="the longest segment has 65 tokens; expected at most 64"):
         check_segments(report, 65)
+
+
+@pytest.mark.parametrize("load", [load_config, load_model, check_model, lambda name: load_model(name, packed=False)])
+def test_code_that_a_model_brings_along_is_never_run_nor_asked_about(
+    load: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "configuration_evil.py").write_text(evil)
+    (tmp_path / "model" / "modeling_evil.py").write_text(evil)
+    auto_map = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    fields = {**SIZES, "model_type": "evil", "auto_map": auto_map}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    with pytest.raises(ModelError, match=r"brings code of its own \(auto_map\), which is never run here") as caught:
+        load(str(tmp_path / "model"))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_that_transformers_knows_is_loaded_by_transformers_own_code(config: Write, tmp_path: Path) -> None:
+    load_model(config("llama")).model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "modeling_evil.py").write_text("raise SystemExit")
+    fields = json.loads((tmp_path / "model" / "config.json").read_text())
+    fields["auto_map"] = {"AutoModelForCausalLM": "modeling_evil.Evil"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    assert type(load_model(str(tmp_path / "model")).model).__name__ == "LlamaForCausalLM"
+
+
+def test_every_call_that_could_run_foreign_code_forbids_it() -> None:
+    calls = []
+    for path in (Path(__file__).parents[4] / "trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = ast.unparse(node.func.value)
+                if node.func.attr in ("from_pretrained", "from_config") and owner.lower().startswith("auto"):
+                    calls.append((path.name, {key.arg: ast.unparse(key.value) for key in node.keywords}))
+    assert {name for name, _ in calls} >= {"loading.py", "demo.py"}
+    assert [name for name, keywords in calls if keywords.get("trust_remote_code") != "False"] == []
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes"])
+def test_quantized_weights_are_refused_in_one_line(method: str, config: Write) -> None:
+    path = config("llama", quantization_config={"quant_method": method, "bits": 4})
+    for load in (load_model, check_model, lambda name: load_model(name, packed=False)):
+        with pytest.raises(ModelError, match=rf"its weights are quantized \({method}\).*not trained here; expected"):
+            load(path)
+
+
+def test_experts_are_probed_also_where_they_come_after_dense_layers_and_are_chosen_by_groups(config: Write) -> None:
+    fields = LATENT | {"n_routed_experts": 64, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+    report = check_model(config("deepseek_v3", **fields, num_hidden_layers=4))
+    assert report.reason is None
+    assert report.num_layers == 2  # one dense, one of experts
+    assert load_model(config("deepseek_v3", **fields)).report.accepted
+
+
+def test_a_window_as_long_as_the_positions_is_none(config: Write) -> None:
+    report = check_model(config("phimoe", **EXPERTS, sliding_window=64))
+    assert report.ways == ["PhimoeAttention (heads of 8), 2 layers: packed attention"]
