@@ -14,7 +14,7 @@ import xxhash
 
 from shards.counts import Counts, Histogram, HistogramSum, add_counts, add_numbers, empty_counts, imbalance
 from shards.errors import FormatError
-from shards.plan import FORMAT, VERSION, Plan, TokenizerPlan, plan_id
+from shards.plan import FORMAT, VERSION, Plan, Stored, TokenizerPlan, plan_id, stored_columns
 from shards.publish import Store, canonical, seal
 from shards.schema import layout_of
 from shards.sidecar import MAX_LONGEST, LongDocument, ShardRecord, Sidecar, decode_index, sidecar_name
@@ -52,6 +52,7 @@ class Manifest(TypedDict):
     plan_id: str
     seq_len: int
     packer: str
+    stored: Stored
     tokenizer: TokenizerPlan
     tokenizer_files: dict[str, str]
     totals: Counts
@@ -107,6 +108,7 @@ def commit(
         "plan_id": identity,
         "seq_len": plan["seq_len"],
         "packer": plan["packer"]["name"],
+        "stored": stored_columns(plan),
         "tokenizer": plan["tokenizer"],
         "tokenizer_files": digest_files(tokenizer_files),
         "totals": totals,

@@ -17,6 +17,7 @@ from shards.errors import OptionError
 from shards.tables.index import Index
 
 ORDERS = ("shuffled", "cost-grouped")
+BLOCK_ORDERS = ("block-shuffled", "block-cost-grouped")
 LAST_STEPS = ("drop", "pad")
 MIX_BY = ("tokens", "targets", "packs")
 MIX_STOPS = ("first", "longest")
@@ -105,7 +106,7 @@ class StepOrder:
         mix_stop: str = "first",
         largest_first: bool = False,
     ) -> None:
-        _check_choices(order=(order, ORDERS), last_step=(last_step, LAST_STEPS))
+        check_choices(order=(order, ORDERS), last_step=(last_step, LAST_STEPS))
         if packs_per_step < 1 or packs_per_step % packs_per_batch:
             raise OptionError("packs_per_step", f"{packs_per_step}; expected a multiple of {packs_per_batch}.")
         if mix and (order != "shuffled" or padded_len is not None):
@@ -147,6 +148,11 @@ class StepOrder:
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_epochs": {}}
+
+    def costs_of(self, packs: np.ndarray) -> np.ndarray:
+        """Return the cost of some packs, padding counted; float64, same shape."""
+        costs: np.ndarray = self.costs[packs]
+        return costs
 
     def step_packs(self, epoch: int, step: int) -> np.ndarray:
         """Return the packs of a step, in the order of the epoch, whatever the world size; int64."""
@@ -246,7 +252,7 @@ class _Mix:
         stop: str,
         seed: int,
     ) -> None:
-        _check_choices(mix_by=(by, MIX_BY), mix_stop=(stop, MIX_STOPS))
+        check_choices(mix_by=(by, MIX_BY), mix_stop=(stop, MIX_STOPS))
         known = list(dict.fromkeys(name for name, _, _ in sources))
         self._seed, self._packs, self._amounts, weights = seed, [], [], []
         self._streams: list[int] = []
@@ -295,7 +301,8 @@ class _Mix:
         return np.concatenate(passes)[start - first * size :][:count]
 
 
-def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+def check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+    """Raise OptionError where a value, given with the allowed ones under its argument's name, is none of them."""
     for name, (value, known) in choices.items():
         if value not in known:
             raise OptionError(name, f"{value!r}; expected one of {', '.join(known)}.")

@@ -19,6 +19,16 @@ VERSION = 2
 MAX_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
 
 
+class Stored(TypedDict):
+    """Which columns shards have."""
+
+    position_ids: bool
+    loss_mask: bool
+    loss_weights: bool
+    turn_ends: bool
+    align: int
+
+
 class PackerPlan(TypedDict):
     """How segments are packed."""
 
@@ -57,7 +67,7 @@ class SourcePlan(TypedDict):
     files: list[FilePlan]
 
 
-class Plan(TypedDict):
+class Plan(Stored):
     """What determines the bytes of a dataset."""
 
     format: str
@@ -65,11 +75,6 @@ class Plan(TypedDict):
     recipe: int
     seq_len: int
     seed: int
-    position_ids: bool
-    loss_mask: bool
-    loss_weights: bool
-    turn_ends: bool
-    align: int
     packer: PackerPlan
     tokenizer: TokenizerPlan
     sources: list[SourcePlan]
@@ -160,20 +165,33 @@ def parse_plan(data: bytes, where: str) -> Plan:
     return cast("Plan", plan)
 
 
+def stored_columns(plan: Plan) -> Stored:
+    """Return the part of a plan that says which columns shards have."""
+    return {
+        "position_ids": plan["position_ids"],
+        "loss_mask": plan["loss_mask"],
+        "loss_weights": plan["loss_weights"],
+        "turn_ends": plan["turn_ends"],
+        "align": plan["align"],
+    }
+
+
 def plan_problem(plan: Any) -> str | None:
     """Return what is wrong with the fields of a parsed plan, or None."""
     wrong = mismatch(plan, Plan)
     if wrong is None:
-        limits = {"seq_len": (1, MAX_SEQ_LEN), "align": (1, plan["seq_len"])}
-        for name, (low, high) in limits.items():
-            if not low <= plan[name] <= high:
-                return f"{name} is {plan[name]}; expected {low} to {high}"
-        vocabulary = plan["tokenizer"]
-        if not 1 <= vocabulary["vocab_size"] <= vocabulary["max_id"] + 1 <= 1 << 31:
-            return f"its tokenizer has {vocabulary['vocab_size']} entries and the largest id {vocabulary['max_id']}"
-        if plan["seq_len"] % plan["align"]:
-            return f"seq_len is {plan['seq_len']}; expected a multiple of align, {plan['align']}"
+        return size_problem(plan["seq_len"], plan["align"], plan["tokenizer"])
     return wrong
+
+
+def size_problem(seq_len: int, align: int, tokenizer: TokenizerPlan) -> str | None:
+    """Return which size of a plan or manifest cannot be, or None."""
+    for name, value, high in (("seq_len", seq_len, MAX_SEQ_LEN), ("align", align, seq_len)):
+        if not 1 <= value <= high:
+            return f"{name} is {value}; expected 1 to {high}"
+    if not 1 <= tokenizer["vocab_size"] <= tokenizer["max_id"] + 1 <= 1 << 31:
+        return f"its tokenizer has {tokenizer['vocab_size']} entries and the largest id {tokenizer['max_id']}"
+    return f"seq_len is {seq_len}; expected a multiple of align, {align}" if seq_len % align else None
 
 
 def differences(old: Plan, new: Plan) -> list[str]:

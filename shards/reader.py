@@ -20,11 +20,11 @@ import numpy as np
 
 from shards.errors import FormatError, PackError
 from shards.manifest import INDEX_FILE, Manifest
-from shards.plan import Plan, check_version, parse_plan, plan_id
+from shards.plan import Plan, check_version, parse_plan, plan_id, size_problem, stored_columns
 from shards.publish import Store, unseal
 from shards.records import mismatch, uneven
 from shards.rows import check_rows
-from shards.schema import Layout, layout_of, loss_mask_of, position_ids_of, shard_metadata
+from shards.schema import Layout, loss_mask_of, make_layout, position_ids_of, shard_metadata
 from shards.shard import ArrowBatch, Check, Shard, columns_of
 from shards.tables.index import Index
 from shards.tables.mapped import RESTORE, check_size, hash_file, map_table, view_table
@@ -83,6 +83,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     if wrong is None and not (manifest["shards"]["rows"] >= 0 and manifest["index"]["rows"] >= 0):
         wrong = "it counts rows below 0"
     if wrong is None:
+        wrong = size_problem(manifest["seq_len"], manifest["stored"]["align"], manifest["tokenizer"])
+    if wrong is None:
         histograms = ((source, source[name], name) for source in manifest["sources"] for name in HISTOGRAMS)
         found = (uneven(table, 3, f"{name} of source {source['name']!r}") for source, table, name in histograms)
         wrong = next(filter(None, found), None)
@@ -106,11 +108,11 @@ def read_plan(path: Path, manifest: Manifest) -> Plan:
         raise FormatError(
             f"{file}: is not the plan that the manifest names (rule F2). Restore it, or build again.", "F2"
         )
-    told = (manifest["seq_len"], manifest["packer"], manifest["tokenizer"])
-    if told != (plan["seq_len"], plan["packer"]["name"], plan["tokenizer"]):
+    told = (manifest["seq_len"], manifest["packer"], manifest["tokenizer"], manifest["stored"])
+    if told != (plan["seq_len"], plan["packer"]["name"], plan["tokenizer"], stored_columns(plan)):
         raise FormatError(
-            f"{path / 'manifest.json'}: names seq_len {manifest['seq_len']}, packer {manifest['packer']!r} or a "
-            f"tokenizer that are not the plan's (rule F1). {RESTORE}",
+            f"{path / 'manifest.json'}: names seq_len {manifest['seq_len']}, packer {manifest['packer']!r}, columns or "
+            f"a tokenizer that are not the plan's (rule F1). {RESTORE}",
             "F1",
         )
     return plan
@@ -164,9 +166,8 @@ class Dataset:
             raise PackError(f"{path}: is a URL; a dataset is read through memory maps. Copy it to a local disk first.")
         self.manifest = read_manifest(self.path)
         "The commit of the dataset: totals, sources, facts."
-        self.plan: Plan = read_plan(self.path, self.manifest)
-        "What determined its bytes."
-        self.layout = layout_of(self.plan)
+        manifest = self.manifest
+        self.layout = make_layout(manifest["seq_len"], manifest["packer"], manifest["tokenizer"], manifest["stored"])
         "Which columns its shards have."
         self.dataset_id: str = self.manifest["dataset_id"]
         self.seq_len: int = self.manifest["seq_len"]
@@ -220,6 +221,11 @@ class Dataset:
             ("packer", self.packer),
             ("dataset_id", self.dataset_id[:12]),
         ]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What determined the dataset's bytes; read when it is first asked for, since it lists every window."""
+        return read_plan(self.path, self.manifest)
 
     @cached_property
     def sources(self) -> list[SourceRun]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from shards.plan import FORMAT, VERSION, Plan
+from shards.plan import FORMAT, VERSION, Plan, Stored, TokenizerPlan, stored_columns
 
 BATCH_TOKENS = 1 << 20  # per record batch: few enough batches to open fast, far below the 2^31 of list offsets
 
@@ -83,16 +83,12 @@ class Layout:
 
 def layout_of(plan: Plan) -> Layout:
     """Return the column layout that a plan fixes."""
-    return Layout(
-        seq_len=plan["seq_len"],
-        max_token_id=plan["tokenizer"]["max_id"],
-        position_ids=plan["position_ids"],
-        loss_mask=plan["loss_mask"],
-        loss_weights=plan["loss_weights"],
-        turn_ends=plan["turn_ends"],
-        align=plan["align"],
-        padded=plan["packer"]["name"] == "bucketed",
-    )
+    return make_layout(plan["seq_len"], plan["packer"]["name"], plan["tokenizer"], stored_columns(plan))
+
+
+def make_layout(seq_len: int, packer: str, tokenizer: TokenizerPlan, stored: Stored) -> Layout:
+    """Return the column layout of a dataset, from its plan or its manifest."""
+    return Layout(seq_len=seq_len, max_token_id=tokenizer["max_id"], padded=packer == "bucketed", **stored)
 
 
 def shard_metadata(plan_id: str, window: int) -> dict[str, str]:

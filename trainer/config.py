@@ -46,9 +46,11 @@ class TrainConfig:
         "token"
     )
     z_loss: Annotated[float, "Weight of the squared log-partition term."] = 0.0
-    order: Annotated[Literal["shuffled", "cost-grouped"], "Order of packs; cost-grouped evens out many ranks."] = (
-        "shuffled"
-    )
+    order: Annotated[
+        Literal["shuffled", "cost-grouped", "block-shuffled", "block-cost-grouped"],
+        "Order of packs; cost-grouped evens out many ranks, block-… shuffles inside blocks of shards.",
+    ] = "shuffled"
+    shuffle_block_shards: Annotated[int, "Shards in a block of the block-… orders."] = 64
     last_step: Annotated[
         Literal["drop", "pad"], "Packs that do not fill an epoch's last step: leave out, or fill up."
     ] = "drop"

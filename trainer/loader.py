@@ -19,7 +19,8 @@ import torch
 from shards import Dataset, PackError
 from shards.cost import PAD_MULTIPLE, attention_pairs, padded_length
 from shards.errors import OptionError
-from shards.order import StepOrder
+from shards.order import BLOCK_ORDERS, StepOrder
+from shards.ordering.block_order import SHUFFLE_BLOCK_SHARDS, BlockOrder
 from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.rectangles import plan_rectangles
 
@@ -56,7 +57,9 @@ class PackLoader:
         tokens_per_batch: Tokens in a micro-batch, at least `dataset.seq_len`; None for one pack.
         packs_per_step: Packs in a step over all processes; None for one micro-batch on each.
         seed: Seed of the order.
-        order: "shuffled" or "cost-grouped".
+        order: "shuffled" or "cost-grouped"; "block-shuffled" or "block-cost-grouped" for very large datasets, whose
+            packs are shuffled inside blocks of shards.
+        shuffle_block_shards: Shards in such a block.
         last_step: "drop" or "pad".
         largest_first: Begin each epoch with the costliest step.
         mix: (source, weight) pairs; empty for every pack once an epoch.
@@ -82,6 +85,7 @@ class PackLoader:
         seed: int = 0,
         order: str = "shuffled",
         last_step: str = "drop",
+        shuffle_block_shards: int = SHUFFLE_BLOCK_SHARDS,
         largest_first: bool = False,
         mix: tuple[tuple[str, float], ...] = (),
         mix_by: str = "tokens",
@@ -123,18 +127,32 @@ class PackLoader:
         "Steps handed out whole, over all epochs."
         bucketed = dataset.packer == "bucketed"
         chosen: dict[str, Any] = {
-            "seed": seed, "order": order, "last_step": last_step, "largest_first": largest_first, "mix": mix,
-            "mix_by": mix_by, "mix_stop": mix_stop,
+            "seed": seed, "order": order, "last_step": last_step, "mix": mix, "mix_by": mix_by, "mix_stop": mix_stop,
         }  # fmt: skip
-        self.order = StepOrder(
-            dataset.index,
-            packs_per_step=self.packs_per_step,
-            packs_per_batch=self.tokens_per_batch // dataset.seq_len,
-            padded_len=padded_length(dataset.index.max_seqlen, dataset.seq_len) if bucketed else None,
-            tokens_per_batch=self.tokens_per_batch,
-            sources=dataset.sources,
-            **chosen,
-        )
+        sizes: dict[str, Any] = {
+            "packs_per_step": self.packs_per_step,
+            "packs_per_batch": self.tokens_per_batch // dataset.seq_len,
+        }
+        self.order: StepOrder | BlockOrder
+        if order in BLOCK_ORDERS:
+            if bucketed or largest_first:
+                what = "a bucketed dataset" if bucketed else "largest_first"
+                raise OptionError("order", f"{order} does not go with {what}. Use the order shuffled or cost-grouped.")
+            counts = [source["counts"] for source in dataset.manifest["sources"]]
+            sizes["block_shards"] = shuffle_block_shards
+            self.order = BlockOrder(dataset.shards, dataset.index, counts, **sizes, **chosen)
+            chosen["shuffle_block_shards"] = shuffle_block_shards
+        else:
+            self.order = StepOrder(
+                dataset.index,
+                padded_len=padded_length(dataset.index.max_seqlen, dataset.seq_len) if bucketed else None,
+                tokens_per_batch=self.tokens_per_batch,
+                sources=dataset.sources,
+                largest_first=largest_first,
+                **sizes,
+                **chosen,
+            )
+            chosen["largest_first"] = largest_first
         "Which packs make which step."
         self.steps_per_epoch = self.order.steps_per_epoch
         self._fixed = chosen | {
@@ -148,12 +166,12 @@ class PackLoader:
         """Return step `number` of the run, counted from 0 over all epochs, as this process sees it."""
         ranks = self.order.batches(*divmod(number, self.steps_per_epoch), self.world_size)
         packs = np.concatenate([batch for rank in ranks for batch in rank])
-        work = np.array([sum(self.order.costs[batch].sum() for batch in rank) for rank in ranks])
-        index = self.dataset.index
-        targets, segments = (int(column[packs].sum()) for column in (index.num_targets, index.num_target_segments))
+        work = np.array([sum(self.order.costs_of(batch).sum() for batch in rank) for rank in ranks])
+        index = self.dataset.index.take(packs)
+        targets, segments = int(index.num_targets.sum()), int(index.num_target_segments.sum())
         return Step(
             batches=ranks[self.rank],
-            num_tokens=int(index.num_tokens[packs].sum()),
+            num_tokens=int(index.num_tokens.sum()),
             num_targets=targets,
             divisor=max(1, targets if self.weighting == "token" else segments),
             straggler=float(work.max() / work.mean()),

@@ -224,6 +224,7 @@ def _loader(config: TrainConfig, world: World, dataset: Dataset, packs_per_step:
         packs_per_step=packs_per_step,
         seed=config.seed,
         order=config.order,
+        shuffle_block_shards=config.shuffle_block_shards,
         last_step=config.last_step,
         largest_first=config.largest_first,
         mix=config.mix,

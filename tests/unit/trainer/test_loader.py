@@ -68,6 +68,29 @@ def test_the_divisor_by_document_counts_segments_with_a_target(dataset):
     assert step.divisor == expected > 4
 
 
+@pytest.mark.parametrize("order", ["block-shuffled", "block-cost-grouped"])
+def test_a_block_order_goes_on_from_its_state_on_another_number_of_ranks(make_dataset, documents, order):
+    sources = {f"part-{k}": documents(12, 40, seed=k) for k in range(6)}  # six shards
+    dataset = make_dataset(sources, 48)
+    options = {"packs_per_step": 4, "order": order, "shuffle_block_shards": 2, "seed": 3}
+    loader = PackLoader(dataset, **options)
+    whole = [sorted(loader.packs_of(number).tolist()) for number in range(2 * loader.steps_per_epoch)]
+    assert sum(map(len, whole[: loader.steps_per_epoch])) == len(dataset) - loader.order.dropped
+    ranks = [PackLoader(dataset, **options, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(loader.state_at(loader.steps_per_epoch + 1))
+    steps = [next(iter(rank))["step"].batches for rank in ranks]
+    assert sorted(int(pack) for rank in steps for batch in rank for pack in batch) == whole[loader.steps_per_epoch + 1]
+    with pytest.raises(PackError, match="shuffle_block_shards 2, this run has 3"):
+        PackLoader(dataset, **options | {"shuffle_block_shards": 3}).load_state_dict(loader.state_dict())
+
+
+def test_a_block_order_of_rectangles_is_refused(make_dataset, documents):
+    dataset = make_dataset({"main": documents(80, 200, seed=5)}, 256, "bucketed")
+    with pytest.raises(PackError, match=r"order: block-shuffled does not go with a bucketed dataset\."):
+        PackLoader(dataset, order="block-shuffled")
+
+
 def test_batches_hold_the_packs_of_the_plan_in_order(dataset):
     loader = PackLoader(dataset, tokens_per_batch=100, packs_per_step=4)  # two packs of 48 in a micro-batch
     steps = 0
