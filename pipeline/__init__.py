@@ -4,9 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeline.building.driver import BuildResult as BuildResult
     from pipeline.building.driver import build as build
+    from pipeline.building.progress import Progress as Progress
     from pipeline.config import BuildConfig as BuildConfig
     from pipeline.config import RecordOptions as RecordOptions
+    from pipeline.documents.encoder import Encoder as Encoder
     from pipeline.estimate.advisor import estimate_corpus as estimate_corpus
     from pipeline.packing.packers import PACKERS as PACKERS
     from pipeline.packing.packers import Bins as Bins
@@ -17,16 +20,30 @@ _HOMES = {
     "PACKERS": "pipeline.packing.packers",
     "Bins": "pipeline.packing.packers",
     "BuildConfig": "pipeline.config",
+    "BuildResult": "pipeline.building.driver",
+    "Encoder": "pipeline.documents.encoder",
+    "Progress": "pipeline.building.progress",
     "RecordOptions": "pipeline.config",
     "build": "pipeline.building.driver",
     "estimate_corpus": "pipeline.estimate.advisor",
     "inspect": "pipeline.report.inspection",
     "pack": "pipeline.packing.packers",
 }
-__all__ = ["PACKERS", "Bins", "BuildConfig", "RecordOptions", "build", "estimate_corpus", "inspect", "pack"]
+__all__ = [
+    "PACKERS", "Bins", "BuildConfig", "BuildResult", "Encoder", "Progress", "RecordOptions", "__version__", "build",
+    "estimate_corpus", "inspect", "pack",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("shardpack")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
