@@ -7,9 +7,9 @@ a type is the help of the field's flag.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from shards.errors import PackError
 from shards.settings import check_choices, set_path
@@ -17,6 +17,7 @@ from shards.settings import check_choices, set_path
 Kind = Literal["text", "chat", "instruction"]
 Packer = Literal["auto", "ffd", "bfd", "next-fit", "wrapped", "bucketed", "unpacked"]
 PACKER_NAMES: tuple[str, ...] = get_args(Packer)
+YOUNG = frozenset(("unroll", "system_field", "strict_fields"))  # options that came after the format's version 2
 MIB = 1 << 20
 MAX_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
 
@@ -30,7 +31,10 @@ class RecordOptions:
     text_field: Annotated[str, "Field with the text; dots reach into nested objects."] = "text"
     messages_field: Annotated[str, "Field with a conversation (role/content or from/value)."] = "messages"
     tools_field: Annotated[str, "Field with the tool schemas of a chat."] = "tools"
-    prompt_field: Annotated[str, "Field with the prompt of an instruction: text or messages."] = "prompt"
+    system_field: Annotated[str, "Field with a system prompt beside the messages, if any."] = "system"
+    prompt_field: Annotated[
+        str, "Field with the prompt of an instruction: text or messages; several texts with commas."
+    ] = "prompt"
     completion_field: Annotated[str, "Field with its completion: text or messages."] = "completion"
     train_on: Annotated[
         str, "Targets: auto, all, assistant, last-assistant, completion, or role names with commas."
@@ -48,6 +52,7 @@ class RecordOptions:
     truncate_side: Annotated[Literal["right", "left"], "Side that truncation cuts off."] = "right"
     keep_no_target: Annotated[bool, "Keep documents without any target."] = False
     train_template_tokens: Annotated[bool, "Train on what a template inserts inside answers."] = False
+    strict_fields: Annotated[bool, "Refuse records with fields that change meaning and that no option reads."] = False
     parse_special: Annotated[bool, "Read control tokens in the corpus as such, not as text."] = False
     add_eos: Annotated[bool, "One EOS after each document."] = True
     text_unit: Annotated[Literal["file", "line"], "One document in a plain text file."] = "file"
@@ -63,6 +68,16 @@ class RecordOptions:
             )
         if self.kind == "text" and self.overlong == "truncate-turns":
             raise PackError('`overlong="truncate-turns"`: plain text has no turns. Use split, truncate, drop or error.')
+
+    def as_plan(self) -> dict[str, Any]:
+        """Return the options as a plan records them.
+
+        Options that are younger than the format are there only where they are not the default: a build that does not
+        use them has the identity that it always had.
+        """
+        values = asdict(self)
+        young = {entry.name: entry.default for entry in fields(self) if entry.name in YOUNG}
+        return {name: value for name, value in values.items() if name not in young or value != young[name]}
 
     @property
     def overlong_policy(self) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from shards.errors import counted
+
 
 class Balance(NamedTuple):
     """One line of a balance sheet: read = packed + all of lost."""
@@ -63,3 +65,9 @@ def format_duration(seconds: float) -> str:
 def format_reasons(lost: Mapping[str, int]) -> str:
     """Return why things were lost and how many each time, the most frequent reason first; "" where none were."""
     return ", ".join(f"{reason} {count:,}" for reason, count in sorted(lost.items(), key=lambda x: -x[1]) if count)
+
+
+def describe_unread(source: str, counts: Mapping[str, int]) -> str:
+    """Say which fields of a source's records were not read; no full stop."""
+    names = ", ".join(f"{name!r} ({counted(number, 'record')})" for name, number in sorted(counts.items()))
+    return f"source {source!r}: no option reads {names}, which may change what the records mean"

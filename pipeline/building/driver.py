@@ -190,7 +190,7 @@ def plan_of(
         max_segments=config.max_segments,
         tokenizer=tokenizer,
         sources=[
-            make_source(source.name, asdict(source.options), [file.as_plan() for file in source.files])
+            make_source(source.name, source.options.as_plan(), [file.as_plan() for file in source.files])
             for source in sources
         ],
         windows=[[window.source, [list(slice_) for slice_ in window.slices]] for window in windows],
@@ -359,6 +359,7 @@ class _Build:
             "stages_s": {"wait": round(self.wait_s, 6)},
             "trained_end_ids": sorted(summary.trained_end_ids),
             "unrolled": summary.unrolled,
+            "unread_fields": summary.unread_fields,
             "spelled_controls": summary.spelled_controls,
             "tokenizer_proofs": [asdict(proof) for proof in proofs],
         }

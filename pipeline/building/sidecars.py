@@ -96,6 +96,8 @@ class SidecarSummary(NamedTuple):
     "End marks that answers and documents were trained to end in: where a model made of them will stop."
     unrolled: dict[str, int]
     "Conversations that became several documents, see `DocumentMaker.unrolled`; empty where none did."
+    unread_fields: dict[str, dict[str, int]]
+    "For each source, how many of its records have fields that look as if they mattered and that no option reads."
     spelled_controls: dict[str, Any]
     "How many `texts` spell a control token without becoming one, and an `example`; empty where none does."
     windows: list[CommittedWindow]
@@ -112,6 +114,7 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
     unproven: set[tuple[str, str]] = set()
     trained_end_ids: set[int] = set()
     unrolled: dict[str, int] = {}
+    unread_fields: dict[str, dict[str, int]] = {}
     spelled_controls: dict[str, Any] = {}
     windows: list[CommittedWindow] = []
     totals, tally, engine_differed = empty_counts(), Tally(max_rejected), False
@@ -121,6 +124,8 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
         tally.add(sidecar["counts"], sidecar["rejected"])
         trained_end_ids |= set(sidecar["facts"].get("trained_end_ids", ()))
         unrolled = add_numbers(unrolled, sidecar["facts"].get("unrolled", {}))
+        if unread := sidecar["facts"].get("unread_fields"):
+            unread_fields = add_numbers(unread_fields, {sidecar["source"]: unread})
         if spelled := sidecar["facts"].get("spelled_controls"):
             texts = spelled_controls.get("texts", 0) + spelled["texts"]
             spelled_controls = {"example": spelled["example"], **spelled_controls, "texts": texts}
@@ -133,7 +138,16 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
         windows.append(committed_window(sidecar))
     tally.check()
     return SidecarSummary(
-        totals, files, fast_windows, unproven, engine_differed, trained_end_ids, unrolled, spelled_controls, windows
+        totals,
+        files,
+        fast_windows,
+        unproven,
+        engine_differed,
+        trained_end_ids,
+        unrolled,
+        unread_fields,
+        spelled_controls,
+        windows,
     )
 
 

@@ -87,10 +87,12 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
     encoder = maker.encoder
     trusted = not encoder.guard_failed
     encoder.spelled.take()
+    maker.unread_fields.take()
     limit = job.plan["seq_len"]
     documents, dropped = read_documents(reader, maker, task.window, stages, limit)
     if trusted and encoder.guard_failed:  # what this window already took from the fast engine is in doubt
         encoder.spelled.take()
+        maker.unread_fields.take()
         reader = WindowReader(source, task.slices, on_error=job.on_error, payloads=task.payloads)
         documents, dropped = read_documents(reader, maker, task.window, stages, limit)
     layout = layout_of(job.plan)
@@ -142,6 +144,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
             "trained_end_ids": maker.trained_ends(documents),
             "unrolled": maker.unrolled(documents),
             "spelled_controls": encoder.spelled.take(),
+            "unread_fields": maker.unread_fields.take(),
             "files": marks,
             "host": platform.node(),
             "pid": os.getpid(),

@@ -22,9 +22,10 @@ from pipeline.documents.conversations import ConversationRenderer
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.engines import running_sum
 from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
-from pipeline.documents.messages import Conversation, chat_conversation, instruction
+from pipeline.documents.messages import Conversation, chat_conversation, instruction, lookup, used_fields
 from pipeline.documents.template import ChatTemplate
 from pipeline.documents.tokenizer import CONFIG, TEMPLATE, TokenizerSpec
+from pipeline.documents.unread_fields import UnreadFields
 from pipeline.sources.reader import RecordBatch
 from pipeline.tokens import Documents
 from shards.errors import PackError, SourceError
@@ -145,6 +146,7 @@ class DocumentMaker:
         spec = encoder.spec
         self.encoder, self.spec, self.options, self.trust = encoder, spec, options, encoder.parse_special
         self.added = AddedTokens(spec.added, spec.flags)
+        self.unread_fields = UnreadFields(strict=options.strict_fields)
         self.renderers: dict[str, ConversationRenderer] = {}
         self.closing = {token for text, token in spec.added.items() if "special" in spec.flags.get(text, ())}
 
@@ -253,6 +255,9 @@ class DocumentMaker:
         """Return the documents of a record; none for an empty one."""
         read = instruction if self.options.kind == "instruction" else chat_conversation
         made = read(record, self.options)
+        raw = lookup(record, self.options.messages_field) if self.options.kind == "chat" else None
+        messages = raw if isinstance(raw, list) else ()  # of JSON text the messages alone are read
+        self.unread_fields.note(record, used_fields(record, self.options, made), messages)
         if isinstance(made, Conversation):
             if not made.messages:
                 return []

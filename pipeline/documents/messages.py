@@ -1,8 +1,9 @@
 """Records as people write them -> one shape of conversation.
 
-Accepted: role/content and from/value, content as text or as a list of text parts, tools and tool-call arguments as
-JSON text or objects, the older `function_call`, reasoning under any of its names, `train` or `weight` per message.
-Everything else is refused by name: a field that is guessed wrong trains on the wrong text.
+Accepted: role/content and from/value, content as text or as a list of text parts, messages, tools and tool-call
+arguments as JSON text or objects, the older `function_call`, a system prompt beside the messages, reasoning under each
+of its names, `train`, `trainable`, `loss` or `weight` per message. Everything else is refused by name: a field that is
+guessed wrong trains on the wrong text.
 """
 
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "model": "assistant", "function_call": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
+TRAIN_FIELDS = ("train", "trainable", "loss")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -40,6 +42,8 @@ class Conversation:
     "Tool schemas."
     completion_from: int = 0
     "Instruction records: the first message of the completion."
+    has_system_field: bool = False
+    "Whether the first message is the system prompt that stood beside the messages."
 
 
 def chat_conversation(record: dict[str, Any], options: RecordOptions) -> Conversation:
@@ -51,7 +55,8 @@ def chat_conversation(record: dict[str, Any], options: RecordOptions) -> Convers
     raw = lookup(record, options.messages_field)
     if raw is None and options.messages_field not in record:
         raise _absent(options.messages_field, record, "a list of messages", "--messages-field")
-    return _conversation(raw, options.messages_field, lookup(record, options.tools_field))
+    made = _conversation(raw, options.messages_field, lookup(record, options.tools_field))
+    return _with_system(made, record, options)
 
 
 def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, str] | Conversation:
@@ -60,7 +65,7 @@ def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, st
     Raises:
         SourceError: A field is missing or has a form that is not understood.
     """
-    prompt, completion = lookup(record, options.prompt_field), lookup(record, options.completion_field)
+    prompt, completion = _prompt(record, options.prompt_field), lookup(record, options.completion_field)
     fields = (
         ("--prompt-field", options.prompt_field, prompt),
         ("--completion-field", options.completion_field, completion),
@@ -77,7 +82,57 @@ def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, st
     head = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     tail = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     both = _conversation([*head, *tail], options.prompt_field, lookup(record, options.tools_field))
-    return replace(both, completion_from=len(head))
+    return _with_system(replace(both, completion_from=len(head)), record, options)
+
+
+def used_fields(record: dict[str, Any], options: RecordOptions, made: tuple[str, str] | Conversation) -> set[str]:
+    """Return the top-level fields of a record that its conversation, or its prompt and completion, were made of."""
+    paths = [options.messages_field]
+    if options.kind == "instruction":
+        names = [options.prompt_field] if options.prompt_field in record else options.prompt_field.split(",")
+        paths = [*(name.strip() for name in names), options.completion_field]
+    if isinstance(made, Conversation):
+        paths.append(options.tools_field)
+        if made.has_system_field or lookup(record, options.system_field) == _first_system(made):
+            paths.append(options.system_field)
+    return {path if path in record else path.partition(".")[0] for path in paths}
+
+
+def _with_system(made: Conversation, record: dict[str, Any], options: RecordOptions) -> Conversation:
+    """Put the system prompt that stands beside the messages before them, unless they begin with one."""
+    system = lookup(record, options.system_field)
+    if not isinstance(system, str) or not system.strip() or not made.messages or _first_system(made) is not None:
+        return made
+    return replace(
+        made,
+        messages=[{"role": "system", "content": system}, *made.messages],
+        train=[None, *made.train],
+        completion_from=made.completion_from + bool(made.completion_from),
+        has_system_field=True,
+    )
+
+
+def _first_system(made: Conversation) -> str | None:
+    first = made.messages[0] if made.messages else {}
+    return first["content"] if first.get("role") in ("system", "developer") else None
+
+
+def _prompt(record: dict[str, Any], field: str) -> Any:
+    """Return the prompt; where several fields are named, their texts with a blank line between, empty ones left out.
+
+    `instruction,input` of `{"instruction": "Add.", "input": "1, 2"}` gives "Add.", a blank line, "1, 2".
+    """
+    if "," not in field or field in record:
+        return lookup(record, field)
+    texts = []
+    for name in (part.strip() for part in field.split(",")):
+        value = lookup(record, name)
+        if value is not None and not isinstance(value, str):
+            raise SourceError(f"field {name!r} is {name_of(value)}; expected text, as of all fields of --prompt-field.")
+        texts.append(value or "")
+    if not any(name.strip().partition(".")[0] in record for name in field.split(",")):
+        return None
+    return "\n\n".join(text for text in texts if text.strip())
 
 
 def lookup(record: dict[str, Any], path: str) -> Any:
@@ -96,6 +151,8 @@ def _absent(name: str, record: dict[str, Any], expected: str, flag: str) -> Sour
 
 
 def _conversation(raw: Any, field: str, tools: Any) -> Conversation:
+    if isinstance(raw, str):
+        raw = _parsed(raw)
     if not isinstance(raw, list):
         raise SourceError(f"field {field!r} is {name_of(raw)}; expected a list of messages. Name another field.")
     messages: list[Message] = []
@@ -173,13 +230,17 @@ def _tool_calls(item: Message) -> list[dict[str, Any]]:
 
 
 def _train_flag(item: Message) -> bool | None:
-    train, weight = item.get("train"), item.get("weight")
-    if train is not None and not isinstance(train, bool):
-        raise SourceError(f"train is {train!r}; expected true or false. Fix the record.")
-    if weight is not None and weight not in (0, 1):
+    flags = {name: item[name] for name in TRAIN_FIELDS if item.get(name) is not None}
+    for name, value in flags.items():
+        if not isinstance(value, bool) and (name == "train" or value not in (0, 1)):
+            raise SourceError(f"{name} is {value!r}; expected true or false. Fix the record.")
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise SourceError(f"{' and '.join(flags)} say different things; expected one of them. Fix the record.")
+    weight = item.get("weight")
+    if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
         raise SourceError(f"weight is {weight!r}; expected 0 or 1: a token is a target or it is not. Fix the record.")
-    if train is not None:
-        return bool(train)
+    if flags:
+        return bool(next(iter(flags.values())))
     return False if weight == 0 else None  # weight 1 is the default of the role, not a wish to train on a user's words
 
 

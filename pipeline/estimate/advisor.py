@@ -24,6 +24,7 @@ from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, load_shape
 from pipeline.report.padding import LengthHistogram, round_up_lengths
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.windows import Source
+from shards.counts import add_numbers
 from shards.errors import PackError, counted
 
 MAX_CHUNKS = 20_000  # of a corpus; larger corpora get larger chunks
@@ -49,6 +50,8 @@ class Sample:
     "Place and fault of the first bad record."
     whole: bool = False
     "Whether everything was read."
+    unread_fields: dict[str, int] = field(default_factory=dict)
+    "How many records seen have a field that looks as if it mattered and that no option reads."
 
     @property
     def scale(self) -> float:
@@ -146,6 +149,7 @@ def estimate_sources(
             "rejected": sum(sample.rejected for sample in samples),
             "empty": sum(sample.empty for sample in samples),
             "first_rejected": first_rejected(samples) or None,
+            "unread_fields": {sample.source.name: sample.unread_fields for sample in samples if sample.unread_fields},
         },
         "corpus": {
             "documents": round(documents),
@@ -177,6 +181,7 @@ def draw_samples(sources: list[Source], encoder: Encoder, seconds: float, seed: 
         sample.raw_bytes += chunk.raw_bytes
         sample.empty += chunk.empty
         sample.rejected += len(chunk.rejected)
+        sample.unread_fields = add_numbers(sample.unread_fields, chunk.unread_fields)
         if chunk.rejected and not sample.first_rejected:
             sample.first_rejected = str(chunk.rejected[0])
         if chunk.whole:

@@ -15,6 +15,7 @@ class SampleFigures(TypedDict):
     rejected: int
     empty: int
     first_rejected: str | None
+    unread_fields: dict[str, dict[str, int]]
 
 
 class CorpusFigures(TypedDict):

@@ -41,6 +41,8 @@ class Chunk(NamedTuple):
     rejected: list[Rejected]
     whole: bool
     "Whether it was read to its end."
+    unread_fields: dict[str, int]
+    "How many records have a field that looks as if it mattered and that no option reads."
 
 
 def draw_places(sources: list[Source], chunk_bytes: int, seed: int) -> list[tuple[int, Place]]:
@@ -78,7 +80,8 @@ def read_chunks(
                 late = expired()
                 if late:
                     break
-            yield Chunk(index, order, documents, reader.raw_bytes, empty, reader.rejected, not late)
+            unread = makers[index].unread_fields.take()
+            yield Chunk(index, order, documents, reader.raw_bytes, empty, reader.rejected, not late, unread)
             if late:
                 break
 

@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 
 from pipeline.estimate.records import Estimate, SampleFigures
-from pipeline.formatting import format_bytes, format_count, format_duration, format_share
+from pipeline.formatting import describe_unread, format_bytes, format_count, format_duration, format_share
 from pipeline.report.terminal import TableRows, join_with_blank_lines, label_table, make_table, safe_text
 from shards.errors import counted
 
@@ -34,6 +34,7 @@ def estimate_view(estimate: Estimate) -> Group:
     parts: list[RenderableType] = [label_table(rows)]
     if sample["rejected"]:
         parts.append(safe_text(_rejection(sample), "yellow"))
+    parts += [safe_text(f"! {describe_unread(*entry)}.", "yellow") for entry in sample["unread_fields"].items()]
     parts += [
         make_table(seq_lens, list(_by_seq_len(estimate)), "With the default packer"),
         make_table(packers, list(_by_packer(estimate)), "How full each packer fills packs"),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.formatting import balances, format_reasons, format_share
+from pipeline.formatting import balances, describe_unread, format_reasons, format_share
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS, histogram_bound
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape
@@ -329,5 +329,6 @@ def summary_lines(manifest: dict[str, Any], path: str) -> list[str]:
         *(f"{thing} lost: {why}" for thing, why in losses if why),
         *_unrolled(manifest["facts"]),
         *_spelled_controls(manifest["facts"]),
+        *(describe_unread(*entry) for entry in manifest["facts"].get("unread_fields", {}).items()),
         f"dataset {manifest['dataset_id'][:16]}; see pack inspect {quote(path)}",
     ]

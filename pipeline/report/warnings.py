@@ -5,7 +5,7 @@ Each check reads the report and yields sentences: what is so, with the value, an
 
 from collections.abc import Callable, Iterator
 
-from pipeline.formatting import balances, format_reasons, format_share
+from pipeline.formatting import balances, describe_unread, format_reasons, format_share
 from pipeline.report.records import DatasetReport
 from shards.errors import counted
 
@@ -121,4 +121,12 @@ def check_engines(report: DatasetReport) -> Iterator[str]:
         yield "The fast tokenizer engine gave other ids than the reference; the windows were built with the reference."
 
 
-CHECKS: tuple[Check, ...] = (check_targets, check_packing, check_losses, check_model, check_mix, check_engines)
+def check_unread_fields(report: DatasetReport) -> Iterator[str]:
+    """Fields of records that nobody read, though they look as if they mattered."""
+    for source, counts in report["build"].get("unread_fields", {}).items():
+        yield f"{describe_unread(source, counts)}. Name them with an option, or remove them."
+
+
+CHECKS: tuple[Check, ...] = (
+    check_targets, check_packing, check_losses, check_model, check_mix, check_engines, check_unread_fields,
+)  # fmt: skip

@@ -14,6 +14,7 @@ from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.report.dataset import summary_lines
 from shards import Dataset, verify
+from shards.errors import PackError
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 TALK = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three four"}]
@@ -107,3 +108,23 @@ class TestUnrolled:
         manifest, _, path = unrolled
         line = next(line for line in summary_lines(manifest, str(path)) if line.startswith("unrolled"))
         assert "10 conversations with 20 trained answers became 20 documents" in line
+
+
+def test_fields_that_nobody_reads_are_named_everywhere_and_refused_on_demand(tokenizer_dir, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    records = [
+        {"messages": TALK, "images": ["a.png"]},
+        {"messages": TALK},
+        {"messages": [TALK[0] | {"mask": 1}, TALK[1]]},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    manifest = made(str(path), tokenizer_dir, tmp_path / "out")
+    assert list(manifest["facts"]["unread_fields"].values()) == [{"images": 1, "message.mask": 1}]
+    words = "no option reads 'images' (1 record), 'message.mask' (1 record)"
+    assert any(words in line for line in summary_lines(manifest, "out"))
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")], env={"COLUMNS": "300"}).output
+    assert words in " ".join(shown.split())
+    plan = ["plan", str(path), "--tokenizer", tokenizer_dir, "--messages-field", "messages", "--seconds", "1"]
+    assert words in " ".join(CliRunner().invoke(main, plan, env={"COLUMNS": "300"}).output.split())
+    with pytest.raises(PackError, match="line 1: holds 'images', which no option reads"):
+        made(str(path), tokenizer_dir, tmp_path / "strict", strict_fields=True)
