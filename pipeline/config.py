@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from shards.errors import PackError
 from shards.settings import check_choices, set_path
 
-Kind = Literal["text", "chat", "instruction"]
+Kind = Literal["text", "chat", "instruction", "tokens"]
 Packer = Literal["auto", "ffd", "bfd", "next-fit", "wrapped", "bucketed", "unpacked"]
 PACKER_NAMES: tuple[str, ...] = get_args(Packer)
 YOUNG = frozenset(("unroll", "system_field", "strict_fields"))  # options that came after the format's version 2
@@ -27,7 +27,7 @@ class RecordOptions:
     """How a record of one source becomes a document."""
 
     kind: Kind = "text"
-    "What a record holds: plain text, a conversation, or a prompt with its completion."
+    "What a record holds: plain text, a conversation, a prompt with its completion, or token ids."
     text_field: Annotated[str, "Field with the text; dots reach into nested objects."] = "text"
     messages_field: Annotated[str, "Field with a conversation (role/content or from/value)."] = "messages"
     tools_field: Annotated[str, "Field with the tool schemas of a chat."] = "tools"
@@ -36,6 +36,13 @@ class RecordOptions:
         str, "Field with the prompt of an instruction: text or messages; several texts with commas."
     ] = "prompt"
     completion_field: Annotated[str, "Field with its completion: text or messages."] = "completion"
+    ids_field: Annotated[str, "Field with token ids: documents are imported as they are."] = "input_ids"
+    labels_field: Annotated[str | None, "Field with labels beside the ids: unshifted, -100 is no target."] = None
+    mask_field: Annotated[str | None, "Field with 1 for each id that is a target, 0 for others."] = None
+    eos_id: Annotated[int | None, "Id that ends each document of a .npy or .bin stream of ids."] = None
+    token_type: Annotated[
+        Literal["uint16", "int32", "uint32", "int64"], "Type of the ids in a .bin without Megatron's .idx."
+    ] = "uint16"
     train_on: Annotated[
         str, "Targets: auto, all, assistant, last-assistant, completion, or role names with commas."
     ] = "auto"
@@ -66,8 +73,9 @@ class RecordOptions:
             raise PackError(
                 '`unroll="always"`: trains each answer alone, not all tokens. Omit it, or `train_on="all"`.'
             )
-        if self.kind == "text" and self.overlong == "truncate-turns":
-            raise PackError('`overlong="truncate-turns"`: plain text has no turns. Use split, truncate, drop or error.')
+        if self.kind in ("text", "tokens") and self.overlong == "truncate-turns":
+            what = "plain text has" if self.kind == "text" else "token ids have"
+            raise PackError(f'`overlong="truncate-turns"`: {what} no turns. Use split, truncate, drop or error.')
 
     def as_plan(self) -> dict[str, Any]:
         """Return the options as a plan records them.
@@ -81,10 +89,11 @@ class RecordOptions:
 
     @property
     def overlong_policy(self) -> str:
-        """The policy in force: text is split, conversations are dropped, unless the user chose."""
+        """The policy in force: what is all targets is split, conversations are dropped, unless the user chose."""
         if self.overlong != "auto":
             return self.overlong
-        return "split" if self.kind == "text" else "drop"
+        plain = self.kind == "tokens" and self.labels_field is None and self.mask_field is None
+        return "split" if self.kind == "text" or plain else "drop"
 
 
 @dataclass(frozen=True, kw_only=True)

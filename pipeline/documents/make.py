@@ -24,6 +24,7 @@ from pipeline.documents.engines import running_sum
 from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
 from pipeline.documents.messages import Conversation, chat_conversation, instruction, lookup, used_fields
 from pipeline.documents.template import ChatTemplate
+from pipeline.documents.tokenized import tokenized_documents
 from pipeline.documents.tokenizer import CONFIG, TEMPLATE, TokenizerSpec
 from pipeline.documents.unread_fields import UnreadFields
 from pipeline.sources.reader import RecordBatch
@@ -41,12 +42,12 @@ def check_options(options: RecordOptions, spec: TokenizerSpec) -> None:
         raise PackError(
             f"--train-on: {options.train_on!r} holds an empty name; expected roles, such as assistant,tool."
         )
-    if options.kind == "text":
+    if options.kind in ("text", "tokens"):
         if options.train_on not in ("auto", "all"):
-            raise PackError(
-                f"--train-on {options.train_on}: plain text has no roles. Use all, or records with messages."
-            )
-        _text_suffix(spec, options)
+            what = "plain text has" if options.kind == "text" else "token ids have"
+            raise PackError(f"--train-on {options.train_on}: {what} no roles. Use all, or records with messages.")
+        if options.kind == "text":
+            _text_suffix(spec, options)
     elif options.kind == "chat":
         if options.train_on == "completion":
             raise PackError(
@@ -61,7 +62,7 @@ def with_trained_template(files: dict[str, bytes], options: Sequence[RecordOptio
     Who trains on the rows and exports the model must talk to it with that template. Where sources differ in it, the
     files stay as they are.
     """
-    chosen = {one.chat_template for one in options if one.kind != "text"}
+    chosen = {one.chat_template for one in options if one.kind in ("chat", "instruction")}
     if len(chosen) != 1 or (text := chosen.pop()) is None:
         return files
     config = orjson.loads(files.get(CONFIG, b"{}"))
@@ -74,6 +75,8 @@ def explain_no_targets(options: RecordOptions) -> str:
     wanted = options.train_on
     if options.kind == "text":
         return "Texts of a single token have nothing to predict. Check --text-field."
+    if options.kind == "tokens":
+        return "The labels are -100 or the mask is 0 everywhere. Check --labels-field and --mask-field."
     if options.kind == "instruction" and wanted in ("auto", "completion"):
         return f"The completions are empty. Check --completion-field, now {options.completion_field!r}."
     if wanted in ("auto", "assistant", "last-assistant"):
@@ -154,13 +157,18 @@ class DocumentMaker:
         """Turn records into documents.
 
         Args:
-            batch: Texts (kind text) or whole records (kinds chat and instruction). Its `reject` is called for a record
-                of the wrong form, or that its template cannot render.
+            batch: Texts (kind text), whole records (chat and instruction) or ids (tokens). Its `reject` is called for
+                a record of the wrong form, or that its template cannot render.
 
         Returns:
             The documents, numbered as the batch numbers its records, and how many records gave none, by reason (empty).
         """
-        documents, rejected = self._texts(batch) if self.options.kind == "text" else self._renderings(batch)
+        if self.options.kind == "tokens":
+            documents, rejected = tokenized_documents(batch, self.options, self.spec.max_id)
+        elif self.options.kind == "text":
+            documents, rejected = self._texts(batch)
+        else:
+            documents, rejected = self._renderings(batch)
         empty = len(batch.values) - len(np.unique(documents.doc_ids)) - rejected
         return documents, {"empty": empty} if empty else {}
 

@@ -29,6 +29,7 @@ from pipeline.sources.files import (
 from pipeline.sources.hub import hub_files
 from pipeline.sources.local import LINKED, OUTPUT, PACKED, Walk, glob_root, has_magic, refuse_own
 from pipeline.sources.tables import arrow_units, parquet_units
+from pipeline.sources.token_files import is_megatron, open_tokens
 from pipeline.sources.windows import Source, SourceFile
 from shards.errors import SourceError
 
@@ -36,9 +37,10 @@ SUFFIXES = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"},
     **{".csv": "csv", ".tsv": "tsv", ".txt": "text", ".text": "text", ".md": "text", ".rst": "text"},
 }
+TOKEN_SUFFIXES = {".npy": "npy", ".bin": "bin"}  # where records are token ids; a .bin may have an .idx beside it
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 FOREIGN = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".tgz", ".tar")  # what --format does not help with
-FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))
+FORMATS = tuple(dict.fromkeys([*SUFFIXES.values(), *TOKEN_SUFFIXES.values()]))
 UNNAMED = "corpus"
 NAMED = re.compile(r"([A-Za-z0-9_.-]+)=(.+)", re.DOTALL)
 HEAD_BYTES = 64 << 10
@@ -91,11 +93,17 @@ def check_unchanged(sources: Iterable[Source]) -> None:
     """
     for source in sources:
         for file in source.files:
-            if file.location != "-" and (size_of(file.location), fingerprint(file.location)) != (
+            if file.location != "-" and (size_of(file.location), identity(file.location, file.format)) != (
                 file.bytes,
                 file.fingerprint,
             ):
                 raise changed(file.name)
+
+
+def identity(location: str, kind: str) -> str:
+    """Return the fingerprint of a file; where an index belongs to it, of both."""
+    index = f"{os.path.splitext(location)[0]}.idx"
+    return "+".join(map(fingerprint, (location, index) if kind == "megatron" else (location,)))
 
 
 def _split_name(argument: str) -> tuple[str, str]:
@@ -264,7 +272,8 @@ def _format_of(name: str, options: RecordOptions) -> tuple[str | None, str | Non
     compression = COMPRESSIONS.get(suffix)
     if compression is not None:
         suffix = os.path.splitext(stem)[1]
-    return options.format or SUFFIXES.get(suffix), compression
+    suffixes = SUFFIXES | TOKEN_SUFFIXES if options.kind == "tokens" else SUFFIXES
+    return options.format or suffixes.get(suffix), compression
 
 
 def _local(location: str, name: str, options: RecordOptions) -> SourceFile:
@@ -306,4 +315,10 @@ def _file(name: str, location: str, options: RecordOptions, kind: str, compressi
         units, read_bytes = parquet_units(location, name, options)
     elif size and compression is None and kind == "arrow" and not is_url(location):
         units, read_bytes = arrow_units(location, name, options)
-    return SourceFile(name, location, size, kind, compression, fingerprint(location), units, read_bytes)
+    elif size and kind in TOKEN_SUFFIXES.values():
+        if options.kind != "tokens" or compression is not None:
+            raise SourceError(f"{name}: holds token ids; expected `ids_field` or `eos_id`, and no compression.")
+        kind = "megatron" if kind == "bin" and is_megatron(location) else kind
+        tokens = open_tokens(location, name, kind, options)
+        units = (len(tokens.ids) if tokens.documents is None else len(tokens.documents) - 1,)
+    return SourceFile(name, location, size, kind, compression, identity(location, kind), units, read_bytes)

@@ -29,6 +29,8 @@ from pipeline.sources.files import (
 )
 from pipeline.sources.parsing import BadRecord, Parser, excerpt, json_parser, text_parser, value_parser
 from pipeline.sources.tables import reading_as, table_batches
+from pipeline.sources.token_files import open_tokens, token_ranges
+from pipeline.sources.tokenized import TokenTable, table_of_batch
 from pipeline.sources.values import canonical_json, column_values, rows_of
 from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError
@@ -211,6 +213,8 @@ class WindowReader:
             stamp = self._stamp(file)
             if file.format in ("parquet", "arrow"):
                 yield from self._columns(file, slice_)
+            elif file.format in ("npy", "bin", "megatron"):
+                yield from self._token_ranges(file, slice_)
             elif file.format == "text" and options.text_unit == "file":
                 if (file.bytes or 0) > MAX_RECORD_BYTES:
                     raise too_long(file.name)
@@ -318,9 +322,32 @@ class WindowReader:
         parser = value_parser(options)
         with reading_as(file.format.capitalize(), file.name):
             for batch, row, size in table_batches(file, slice_, options):
+                if options.kind == "tokens":
+                    yield self._table(table_of_batch(batch, options), size, f"{file.name}, row", row)
+                    continue
                 raws = column_values(batch.column(0)) if options.kind == "text" else rows_of(batch)
                 self._note(canonical_json(raws))
                 yield _Chunk(raws, size, parser, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
+
+    def _token_ranges(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
+        """Read documents of a file that holds ids and nothing else."""
+        options = self.source.options
+        tokens = open_tokens(file.location, file.name, file.format, options)
+        document = slice_.start if tokens.documents is not None else 0
+        unit = "document" if tokens.documents is not None else f"from token {slice_.start:,} on, document"
+        for ragged in token_ranges(tokens, slice_.start, slice_.stop, file.name, options):
+            table = TokenTable({options.ids_field: ragged})
+            yield self._table(table, ragged.values.nbytes, f"{file.name}, {unit}", document)
+            document += len(table)
+
+    def _table(self, table: TokenTable, size: int, where: str, first: int) -> _Chunk:
+        """Return a chunk of ids, which is a batch of its own."""
+        self._note(table.digest())
+        return _Chunk(table, size, Parser(_as_it_is, _as_it_is), lambda position: f"{where} {first + position}")  # type: ignore[arg-type]
+
+
+def _as_it_is(table: Any) -> Any:
+    return table
 
 
 def _rest_of_line(stream: IO[bytes], name: str, data: bytes) -> bytes:

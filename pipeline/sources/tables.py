@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pipeline.config import RecordOptions
 from pipeline.sources.files import BATCH_BYTES, is_url, open_source
 from pipeline.sources.parsing import fields_of, usual_flags
+from pipeline.sources.tokenized import token_fields
 from pipeline.sources.windows import Slice, SourceFile
 from shards.errors import SourceError, reason_of
 
@@ -74,6 +75,11 @@ def columns_read(schema: Any, name: str, options: RecordOptions) -> list[str]:
     names: list[str] = schema.names
     if twice := next((column for column in names if names.count(column) > 1), None):
         raise SourceError(f"{name}: has two columns {twice!r}; expected one of a name. Rename one.")
+    if options.kind == "tokens":
+        read = token_fields(names, options)
+        if missing := next((column for column in read if column not in names), None):
+            raise SourceError(f"{name}: no column {missing!r}, {fields_of(names)}; expected one of lists of integers.")
+        return read
     return [text_column(schema, name, options.text_field)] if options.kind == "text" else names
 
 

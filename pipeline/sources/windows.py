@@ -31,7 +31,7 @@ class SourceFile:
     fingerprint: str
     "Cheap content fingerprint; empty for stdin."
     units: tuple[int, ...] = field(default=(), repr=False)
-    "Parquet: bytes of each row group (of the columns that are read). Arrow: number of rows of each record batch."
+    "Parquet: bytes of each row group, of what is read. Arrow: rows of each batch. Ids: tokens, or documents."
     read_bytes: int | None = field(default=None, repr=False)
     "Parquet and Arrow: uncompressed bytes of the columns that are read."
 
@@ -60,7 +60,7 @@ class Source:
 
 
 class Slice(NamedTuple):
-    """A part of a file: bytes (jsonl, text), row groups (parquet), rows (arrow), or lines of a streamed file."""
+    """A part of a file: bytes, row groups (parquet), rows (arrow), tokens or documents, or lines of a streamed file."""
 
     file: int
     start: int
@@ -145,7 +145,7 @@ def _slices(
         return [(window, Slice(index, members[0], members[-1] + 1)) for window, members in groups.items()]
     if file.format == "text" and options.text_unit == "file":
         return [(bisect_right(bounds, begin) - 1, Slice(index, 0, size))] if size else []
-    total = sum(file.units) if file.format == "arrow" else size
+    total = sum(file.units) if file.units else size
     slices = []
     for window in range(bisect_right(bounds, begin) - 1, len(bounds) - 1):
         if bounds[window] >= begin + size:

@@ -1,0 +1,161 @@
+"""Records that are token ids already, as flat arrays: columns of tables, objects of JSONL.
+
+Nothing is judged here but the shape: what is a list of integers in every row becomes one flat array with offsets, and a
+row that is none becomes a fault with its reason. Whether ids, labels and boundaries fit is for
+`pipeline/documents/tokenized.py`.
+
+    {"input_ids": [5, 6]}, {"input_ids": [7]}, {"input_ids": null}
+    values [5, 6, 7], offsets [0, 2, 3, 3], faults {2: "field 'input_ids' is null; expected a list of integers"}
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pipeline.config import RecordOptions
+from pipeline.sources.parsing import fields_of, name_of
+
+SEQ_LENGTHS, CU_SEQLENS, POSITION_IDS = "seq_lengths", "cu_seqlens", "position_ids"  # each tells documents of a row
+ATTENTION_MASK = "attention_mask"
+
+
+class Ragged(NamedTuple):
+    """Lists of integers, one per row, end to end."""
+
+    values: npt.NDArray[Any]
+    "int64, or narrower integers where a file holds such; (num_values,)"
+    offsets: npt.NDArray[np.int64]
+    "int64 (num_rows + 1,): where each row begins in `values`."
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Values per row; int64 (num_rows,)."""
+        return np.diff(self.offsets)
+
+    def rows(self, start: int, stop: int) -> "Ragged":
+        """Return rows [start, stop)."""
+        offsets = self.offsets[start : stop + 1]
+        return Ragged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def row(self, index: int) -> npt.NDArray[Any]:
+        """Return the values of one row."""
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+
+class TokenTable:
+    """Rows of token ids and what lies beside them.
+
+    Args:
+        columns: By field; the same number of rows in each.
+        faults: Reasons by row, for rows of another shape; such a row is empty in the column that is at fault.
+    """
+
+    def __init__(self, columns: dict[str, Ragged], faults: dict[int, str] | None = None) -> None:
+        self.columns, self.faults = columns, faults or {}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())).offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, list[int]]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "TokenTable": ...
+    def __getitem__(self, index: int | slice) -> "dict[str, list[int]] | TokenTable":
+        """Return one row, or a table of some that follow one another."""
+        if isinstance(index, int):
+            return {name: column.row(index).tolist() for name, column in self.columns.items()}
+        start, stop, _ = index.indices(len(self))
+        columns = {name: column.rows(start, stop) for name, column in self.columns.items()}
+        return TokenTable(columns, {row - start: why for row, why in self.faults.items() if start <= row < stop})
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that follow from lengths and values alone, whatever the file's types."""
+        digest = xxhash.xxh3_128()
+        for column in self.columns.values():
+            digest.update(column.lengths.tobytes())
+            digest.update(np.ascontiguousarray(column.values, np.int64).tobytes())
+        return digest.digest()
+
+
+def token_fields(names: Collection[str], options: RecordOptions) -> list[str]:
+    """Return the fields that are read of records with these: the named ones, and what tells documents of a row."""
+    beside = [name for name in (options.labels_field, options.mask_field) if name is not None]
+    known = [name for name in (SEQ_LENGTHS, CU_SEQLENS, POSITION_IDS, ATTENTION_MASK) if name in names]
+    return list(dict.fromkeys([options.ids_field, *beside, *known]))
+
+
+def table_of_batch(batch: Any, options: RecordOptions) -> TokenTable:
+    """Return the token columns of an Arrow record batch, without a copy where its types allow."""
+    columns: dict[str, Ragged] = {}
+    faults: dict[int, str] = {}
+    for name in token_fields(batch.schema.names, options):
+        columns[name] = _of_arrow(name, batch.column(name), faults)
+    return TokenTable(columns, faults)
+
+
+def table_of_records(records: Sequence[dict[str, Any]], options: RecordOptions) -> TokenTable:
+    """Return the token fields of objects as they stand in JSONL."""
+    columns: dict[str, Ragged] = {}
+    faults: dict[int, str] = {}
+    names = {name for record in records for name in record}
+    needed = {options.ids_field, options.labels_field, options.mask_field}
+    for name in token_fields(names, options):
+        arrays = []
+        for row, record in enumerate(records):
+            array = _integers(record.get(name, () if name not in needed else None))
+            if array is None:
+                faults.setdefault(row, _fault_of(name, record))
+                array = np.zeros(0, np.int64)
+            arrays.append(array)
+        offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int64)
+        columns[name] = Ragged(np.concatenate([np.zeros(0, np.int64), *arrays]), offsets)
+    return TokenTable(columns, faults)
+
+
+def _integers(value: Any) -> npt.NDArray[np.int64] | None:
+    """Return a list of integers as an array; None for anything else."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of unlike lengths inside
+        return None
+    empty = array.shape == (0,)
+    return array.astype(np.int64) if empty or (array.ndim == 1 and array.dtype.kind in "ib") else None
+
+
+def _fault_of(name: str, record: dict[str, Any]) -> str:
+    if name not in record:
+        return f"no field {name!r}, {fields_of(record)}; expected a list of integers"
+    value = record[name]
+    if not isinstance(value, list):
+        return f"field {name!r} is {name_of(value)}; expected a list of integers"
+    odd = next((item for item in value if isinstance(item, bool) or not isinstance(item, int)), None)
+    what = "numbers beyond 64 bits" if odd is None else name_of(odd)
+    return f"field {name!r} holds {what}; expected integers"
+
+
+def _of_arrow(name: str, column: Any, faults: dict[int, str]) -> Ragged:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    rows, kind = len(column), column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    item = kind.value_type if is_list else None
+    if item is None or not (pa.types.is_integer(item) or pa.types.is_boolean(item)):
+        what = f"is of type {kind}" if item is None else f"holds values of type {item}"
+        faults.update(dict.fromkeys(range(rows), f"field {name!r} {what}; expected a list of integers") | faults)
+        return Ragged(np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist():
+        faults.setdefault(row, f"field {name!r} is null; expected a list of integers")
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    values = column.flatten()  # leaves out what null rows hold
+    if values.null_count:
+        places = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))
+        for row in np.unique(np.searchsorted(offsets, places, side="right") - 1).tolist():
+            faults.setdefault(row, f"field {name!r} holds null; expected integers")
+        values = pc.fill_null(values, False if pa.types.is_boolean(item) else 0)
+    array = values.to_numpy(zero_copy_only=False)
+    return Ragged(array.astype(np.int64) if array.dtype.kind in "bu" and array.dtype.itemsize > 4 else array, offsets)
