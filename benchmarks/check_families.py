@@ -11,19 +11,19 @@ legal for it and holds every kind of layer that its default has, random weights,
 import argparse
 import copy
 import logging
-import signal
 import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from shards.errors import reason_of
 from trainer.model.attention import IMPLEMENTATION, register
+from trainer.model.backends import describe_failure, failure_of
 from trainer.model.isolation import ModelReport, inspect_model, refusal
 from trainer.model.loading import _without_attention_dropout
 
@@ -46,12 +46,65 @@ SMALL: dict[str, Any] = {
     "attention_chunk_size": 16, "rope_dim": 8, "word_embed_proj_dim": 64, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 97, "global_head_dim": 32, "num_global_key_value_heads": 1,
     "attention_hidden_size": 64,
+    "linear_head_dim": 16, "linear_num_heads": 4, "first_k_dense_replace": 1, "num_dense_layers": 1,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "hidden_dropout": 0.0, "hidden_dropout_prob": 0.0, "num_kv_shared_layers": 0,
 }  # fmt: skip
 "Values for whatever a configuration calls its sizes; only fields that its default has are set."
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
-OWN: dict[str, dict[str, Any]] = {}
+HEADS = {"head_dim": 16}
+KEYS = {"num_key_value_heads": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "hunyuan_v1_dense": HEADS,
+    "hunyuan_v1_moe": HEADS,
+    "ministral": HEADS,
+    "nemotron": KEYS,
+    "reformer": {"is_decoder": True},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
+    "xlstm": {"num_heads": 4, "num_blocks": 2, "embedding_dim": 64},
+    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "xlnet": {"d_head": 16},
+    "kimi_linear": {"num_experts_per_token": 2, "head_dim": 16, "qk_head_dim": 32},
+    "bailing_hybrid": {
+        "num_experts_per_token": 2,
+        "num_expert_group": 1,
+        "head_dim": 16,
+        "qk_head_dim": 32,
+        "num_experts": 4,
+    },
+    "longcat_flash": {"qk_head_dim": 32, "head_dim": 16, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "ple_embed_dim": 64},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "zamba2": {
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+    },
+}
 "What a family needs beyond that to be legal."
+
+
+UNTRIED = {
+    "blt": "its default is several large models in one",
+    "dbrx": "transformers cannot build its configuration from fields",
+    "dots3_note": "transformers cannot build its configuration from fields",
+    "dots3_note_text": "transformers cannot build its configuration from fields",
+    "gemma3n": "needs timm for its images; gemma3n_text is its decoder",
+    "gemma4_assistant": "drafts tokens from another model's keys and values",
+    "gemma4_unified_assistant": "drafts tokens from another model's keys and values",
+    "musicgen": "decodes audio from a text encoder",
+    "musicgen_melody": "decodes audio from a text encoder",
+}
 
 
 @dataclass
@@ -60,7 +113,7 @@ class Row:
 
     family: str
     kind: str
-    "decoder, encoder-decoder, encoder, or part of one."
+    "decoder, encoder, encoder-decoder, or untried."
     accepted: bool
     ways: list[str]
     reason: str | None
@@ -82,8 +135,8 @@ def tiny_text(config: Any, layers: int = 2) -> dict[str, Any]:
     }
     if fields.get("num_key_value_heads") and config.num_key_value_heads == config.num_attention_heads:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    fields.pop("architectures", None)
-    fields.pop("transformers_version", None)
+    for name in ("architectures", "transformers_version", "per_layer_config", "per_layer_attributes"):
+        fields.pop(name, None)  # of the default's sizes
     return fields
 
 
@@ -124,29 +177,60 @@ def check(family: str) -> Row:
     return Row(family, kind, report.accepted, report.ways, report.reason)
 
 
+def checked(family: str) -> Row:
+    """Probe one family; one that cannot be tried is a row with its reason."""
+    if family in UNTRIED:
+        return Row(family, "untried", False, [], UNTRIED[family])
+    rows: list[Row] = []
+    if (error := failure_of(lambda: rows.append(check(family)))) is not None:
+        return Row(family, "untried", False, [], f"no legal tiny configuration: {describe_failure(error)[:150]}")
+    return rows[0]
+
+
+def way_of(row: Row) -> str:
+    """Return the way in one word or two."""
+    if not row.accepted:
+        return "refused" if row.kind != "untried" else "not tried"
+    if any(way.startswith("all layers") for way in row.ways):
+        return "whole body on rectangles"
+    return "mixers on rectangles" if any("rectangles" in way for way in row.ways) else "packed attention"
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return the counts and the table."""
+    decoders = [row for row in rows if row.kind == "decoder"]
+    accepted = sum(row.accepted for row in decoders)
+    counts = Counter(way_of(row) for row in rows)
+    lines = [
+        f"transformers {transformers.__version__}, torch {torch.__version__}: {accepted} of {len(decoders)} "
+        f"decoder-only families accepted ({', '.join(f'{way}: {count}' for way, count in counts.most_common())}; "
+        f"{len(rows)} families in all).",
+        "",
+        "| family | way | layers, or the reason |",
+        "|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row.kind != "decoder", not row.accepted, row.family)):
+        text = row.reason or "; ".join(row.ways)
+        lines.append(f"| {row.family} | {way_of(row)} | {text.replace('|', '/')} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Check the families that are asked for and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("families", nargs="*")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     register()
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError()))
     rows = []
     for family in options.families or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        signal.alarm(90)
-        try:
-            row = check(family)
-        except Exception as error:
-            row = Row(family, "?", False, [], f"NO CONFIG {type(error).__name__}: {reason_of(error)[:200]}")
-        rows.append(row)
-        print(
-            f"{row.family:28} {row.kind:16} {'ok ' if row.accepted else 'NO '} {row.reason or ' | '.join(row.ways)}",
-            flush=True,
-        )
-    print(Counter((row.kind, row.accepted) for row in rows))
+        rows.append(row := checked(family))
+        if not options.markdown:
+            print(f"{row.family:28} {way_of(row):26} {row.reason or '; '.join(row.ways)}", flush=True)
+    if options.markdown:
+        print(markdown(rows))
 
 
 if __name__ == "__main__":

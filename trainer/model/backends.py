@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shards.errors import ModelError, reason_of
+from trainer.model import flex
 
 _MAX_HEAD_DIM = 256
 _QUERY_BLOCK = 256
@@ -219,6 +220,12 @@ def _torch_reason(needs: Needs) -> str | None:
     return _flash_reason(needs, capability=(8, 0))
 
 
+def _flex_reason(needs: Needs) -> str | None:
+    if needs.device.type != "cuda":
+        return f"has no backward on {needs.device.type}"
+    return import_reason("triton", "triton") or import_reason("torch.nn.attention.flex_attention", "torch")
+
+
 def _explicit(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
@@ -286,6 +293,7 @@ ATTENTION_BACKENDS: dict[str, Backend] = {
     "flash-attn-4": Backend(_flash_4, _flash_4_reason),
     "flash-attn": Backend(_flash_2, _flash_2_reason),
     "torch": Backend(_torch, _torch_reason),
+    "flex": Backend(flex.attend, _flex_reason),
     # Plain torch, so it serves any device, dtype and kind of score; on a GPU it costs a host sync per layer.
     "cpu": Backend(_segment_loop, lambda needs: None),
 }
@@ -353,7 +361,8 @@ def pick_backend(name: str, *needs: Needs, prove: bool = False) -> tuple[str, li
             reasons = [disagreement(backend, each) for each in needs]
         reason = next((each for each in reasons if each is not None), None)
         if reason is None:
-            slow = ", one host sync per layer" if key == "cpu" and needs[0].device.type == "cuda" else ""
+            syncs = {"cpu": ", one host sync per layer", "flex": ", one host sync per micro-batch"}
+            slow = syncs.get(key, "") if needs[0].device.type == "cuda" else ""
             return key, [*lines, f"attention {key}: {'chosen' if name == 'auto' else 'asked for'}{slow}"]
         lines.append(f"attention {key}: passed over, {reason}")
     refused = lines[0].partition(": ")[2]

@@ -111,7 +111,7 @@ def test_a_forced_backend_that_cannot_serve_is_an_error() -> None:
 
 def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
     with pytest.raises(
-        PackError, match=r"`attention`: 'flash'; expected one of auto, flash-attn-4, flash-attn, torch, cpu\."
+        PackError, match=r"`attention`: 'flash'; expected one of auto, flash-attn-4, flash-attn, torch, flex, cpu\."
     ):
         pick_backend("flash", CPU)
 
