@@ -202,8 +202,8 @@ def markdown(rows: list[Row]) -> str:
     accepted = sum(row.accepted for row in decoders)
     counts = Counter(way_of(row) for row in rows)
     lines = [
-        f"transformers {transformers.__version__}, torch {torch.__version__}: {accepted} of {len(decoders)} "
-        f"decoder-only families accepted ({', '.join(f'{way}: {count}' for way, count in counts.most_common())}; "
+        f"transformers {transformers.__version__}, torch {torch.__version__}: {accepted} of the {len(decoders)} "
+        f"decoder-only families tried are accepted ({', '.join(f'{way}: {count}' for way, count in counts.most_common())}; "
         f"{len(rows)} families in all).",
         "",
         "| family | way | layers, or the reason |",
