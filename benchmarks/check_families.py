@@ -201,9 +201,10 @@ def markdown(rows: list[Row]) -> str:
     decoders = [row for row in rows if row.kind == "decoder"]
     accepted = sum(row.accepted for row in decoders)
     counts = Counter(way_of(row) for row in rows)
+    each = ", ".join(f"{way}: {count}" for way, count in counts.most_common())
     lines = [
         f"transformers {transformers.__version__}, torch {torch.__version__}: {accepted} of the {len(decoders)} "
-        f"decoder-only families tried are accepted ({', '.join(f'{way}: {count}' for way, count in counts.most_common())}; "
+        f"decoder-only families tried are accepted ({each}; "
         f"{len(rows)} families in all).",
         "",
         "| family | way | layers, or the reason |",
