@@ -47,11 +47,13 @@ class HostBuffers:
         max_segments: Maximum segments of a micro-batch, padding included.
         ids_dtype: Type of the stored ids: uint16 or int32.
         position_dtype: Type of the stored position ids: uint16 or int32.
+        sources: Whether batches say which source each token comes from.
     """
 
     def __init__(
-        self, capacity: int, max_segments: int, ids_dtype: np.dtype[Any], position_dtype: np.dtype[Any], pin: bool
-    ) -> None:
+        self, capacity: int, max_segments: int, ids_dtype: np.dtype[Any], position_dtype: np.dtype[Any], pin: bool,
+        sources: bool = False,
+    ) -> None:  # fmt: skip
         def buffer(size: int, dtype: np.dtype[Any]) -> torch.Tensor:
             # uint16 stays bits of int16 on its way: torch has few kernels for unsigned types
             kind = torch.int16 if dtype == np.uint16 else getattr(torch, dtype.name)
@@ -67,12 +69,15 @@ class HostBuffers:
         self.positions = self.tensors["position_ids"].numpy().view(position_dtype)
         self.mask = self.tensors["loss_mask"].numpy()
         self.cu = self.tensors["cu_seqlens"].numpy()
+        if sources:
+            self.tensors["sources"] = buffer(capacity, np.dtype(np.uint16))
         self.length = self.num_offsets = self.max_seqlen = 0
         self.copied: torch.cuda.Event | None = None
 
     def fill(
-        self, packs: Sequence[Pack], max_seqlen: int, shape: Shape, masked: Sequence[bool] | np.ndarray | None = None
-    ) -> None:
+        self, packs: Sequence[Pack], max_seqlen: int, shape: Shape, masked: Sequence[bool] | np.ndarray | None = None,
+        sources: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         """Copy packs into the buffers.
 
         Args:
@@ -80,6 +85,7 @@ class HostBuffers:
             max_seqlen: Longest segment of these packs.
             shape: Form of the micro-batch.
             masked: Packs that fill up a step and carry no target.
+            sources: Number of each pack's source, for buffers that keep it.
         """
         if self.copied is not None:
             self.copied.synchronize()  # of the thread that fills, not of the training loop
@@ -98,6 +104,8 @@ class HostBuffers:
             else:
                 np.add(cu[1:], at, out=self.cu[n + 1 : n + len(cu)])
                 n += len(cu) - 1
+            if sources is not None:
+                self.tensors["sources"][at:stop] = int(sources[i])
             at = stop
         self.max_seqlen = shape.row_len or max_seqlen
         if shape.fill_to is not None:
@@ -129,7 +137,8 @@ class HostBuffers:
 
         Returns:
             `input_ids`, `position_ids`, `shift_labels`: int64 (rows, T / rows); `cu_seqlens`: int32 (segments + 1,);
-            `max_seqlen`: int. Slot i of `shift_labels` holds the id at i + 1 where that is a target, else -100.
+            `max_seqlen`: int; `sources`, where the buffers keep them: int64 (T,). Slot i of `shift_labels` holds the id
+            at i + 1 where that is a target, else -100.
         """
         sizes = dict.fromkeys(self.tensors, self.length) | {"cu_seqlens": self.num_offsets}
         moved = {  # on a CPU the others are copied as they are widened
@@ -143,7 +152,8 @@ class HostBuffers:
         ids, positions = _widen(moved["input_ids"]), _widen(moved["position_ids"])
         labels = torch.full_like(ids, IGNORED)
         torch.where(moved["loss_mask"][1:].bool(), ids[1:], labels[-1], out=labels[:-1])
-        return {
+        sources = {"sources": _widen(moved["sources"])} if "sources" in moved else {}
+        return sources | {
             "input_ids": ids.view(rows, -1),
             "position_ids": positions.view(rows, -1),
             "shift_labels": labels.view(rows, -1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from shards import Dataset, PackError
@@ -15,14 +16,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 "What of a dataset's `tokenizer/` goes into a model; a dataset may come from anybody, so nothing else does."
 
 
-def check_datasets(dataset: Dataset, eval_dataset: Dataset | None, force: bool) -> None:
+def check_datasets(dataset: Dataset, eval_datasets: Collection[Dataset], force: bool) -> None:
     """Check what is trained on, and what is evaluated on, for what a run needs.
 
     Raises:
         PackError: One of them holds nothing to learn from, or they have different tokenizers; unless `force` is on,
             the first is one that only reports and comparisons are made of.
     """
-    for each in (dataset, eval_dataset) if eval_dataset else (dataset,):
+    for each in (dataset, *eval_datasets):
         if not len(each):
             raise PackError(f"{each.path}: has no packs; expected some. Build it from a corpus with documents.")
         if not each.index.num_targets.any():
@@ -35,11 +36,12 @@ def check_datasets(dataset: Dataset, eval_dataset: Dataset | None, force: bool) 
             f"{dataset.path}: is unpacked, one document in a row; a row costs a whole pack's share of the step. "
             "Build it with `packer` auto, or pass `force`."
         )
-    if eval_dataset and (differing := _differing(_own_tokenizer(dataset), _own_tokenizer(eval_dataset))):
-        raise PackError(
-            f"`eval` {eval_dataset.path}: its tokenizer differs from the one of {dataset.path} "
-            f"({', '.join(differing)}). Build both with the same."
-        )
+    for other in eval_datasets:
+        if differing := _differing(_own_tokenizer(dataset), _own_tokenizer(other)):
+            raise PackError(
+                f"`eval` {other.path}: its tokenizer differs from the one of {dataset.path} ({', '.join(differing)}); "
+                "expected the same. Build both with one."
+            )
 
 
 def _refuse_links(dataset: Dataset) -> None:

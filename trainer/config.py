@@ -66,9 +66,10 @@ class TrainConfig:
     shard: Annotated[Literal["none", "full"], "Weights on each device: all (none) or a slice (full)."] = "none"
     save_every: Annotated[int | None, "Steps between checkpoints. [default: only at the end]"] = None
     keep: Annotated[int, "Checkpoints kept beside the best one."] = 2
-    eval: Annotated[str | Path | None, "Evaluation dataset directory."] = None
+    eval: Annotated[str | Path | None, "Evaluation dataset directory, or several by name: web=DIR,code=DIR."] = None
     eval_every: Annotated[int | None, "Steps between evaluations. [default: only at the end]"] = None
     log_every: Annotated[int, "Steps between lines of metrics."] = 10
+    by_source: Annotated[bool, "Report the loss of each source too, where there are several."] = True
     seed: Annotated[int, "Seed of order, first weights and dropout."] = 0
     resume: Annotated[bool, "Continue from the newest intact checkpoint."] = False
     profile: Annotated[bool, "Write a torch profiler trace of three steps."] = False
@@ -97,6 +98,7 @@ class TrainConfig:
                 raise PackError(f"`{name}`: {getattr(self, name)}; expected 0 or more, and less than 1.")
         if not math.isfinite(self.epochs) or self.epochs <= 0:
             raise PackError(f"`epochs`: {self.epochs}; expected more than 0.")
+        self.eval_paths()
         if self.eval_every and not self.eval:
             raise PackError("`eval_every`: there is no evaluation dataset; expected one. Add `eval`.")
         if not all(0 < weight < math.inf for _, weight in self.mix) or len(dict(self.mix)) < len(self.mix):
@@ -118,6 +120,23 @@ class TrainConfig:
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.lora_rank:
                 raise PackError(f"`{name}`: there are no adapters; expected some. Add `lora_rank`.")
+
+    def eval_paths(self) -> dict[str, str]:
+        """Return the evaluation datasets by name; a single one that has no name is "".
+
+        Raises:
+            PackError: One of several has no name, or two have the same.
+        """
+        if self.eval is None:
+            return {}
+        text = str(self.eval)
+        if "=" not in text or Path(text).exists():
+            return {"": text}
+        pairs = [part.partition("=") for part in text.split(",")]
+        names = [name.strip() for name, _, _ in pairs]
+        if not all(names) or not all(path for _, _, path in pairs) or len(set(names)) < len(names):
+            raise PackError(f"`eval`: {text!r}; expected a directory, or NAME=DIR,NAME=DIR with names that differ.")
+        return {name: path.strip() for name, (_, _, path) in zip(names, pairs, strict=True)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-able values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,3 +53,38 @@ def evaluate(
     lm.weighting = weighting
     loss = total([summed], world)[0] / targets
     return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_targets": targets}
+
+
+def evaluate_all(
+    module: nn.Module,
+    lm: PackedLM,
+    datasets: Mapping[str, Dataset],
+    world: World,
+    *,
+    tokens_per_batch: int,
+    static_shapes: bool = False,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> dict[str, float]:
+    """Score every target of several datasets once.
+
+    Args:
+        module: As for `evaluate`.
+        datasets: By name; "" for a single one that has none.
+        tokens_per_batch: Tokens in a batch; more where a dataset's packs are larger.
+        autocast: Makes the context in which forward runs.
+
+    Returns:
+        As `evaluate`, over the targets of all datasets; and `eval_loss/NAME`, `eval_targets/NAME` of each that has one.
+    """
+    summed, targets = 0.0, 0.0
+    figures: dict[str, float] = {}
+    for name, dataset in datasets.items():
+        one = evaluate(
+            module, lm, dataset, world, tokens_per_batch=max(tokens_per_batch, dataset.seq_len),
+            static_shapes=static_shapes, autocast=autocast(),
+        )  # fmt: skip
+        summed, targets = summed + one["eval_loss"] * one["eval_targets"], targets + one["eval_targets"]
+        if name:
+            figures |= {f"eval_loss/{name}": one["eval_loss"], f"eval_targets/{name}": one["eval_targets"]}
+    loss = summed / targets
+    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_targets": int(targets), **figures}

@@ -39,7 +39,7 @@ def export_model(config: ExportConfig) -> tuple[Path, list[str]]:
         settings, dataset=config.dataset or settings.dataset, model=config.model or settings.model, out=run
     )
     dataset = Dataset(settings.dataset)
-    check_datasets(dataset, None, force=True)
+    check_datasets(dataset, (), force=True)
     # random weights that stay frozen come from the generator of the device that the run had
     world = distributed.start(settings.device if Path(settings.model).suffix == ".json" else "cpu")
     plain = replace(settings, attention="auto", liger="off", shard="none", compile=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,6 +44,28 @@ class Step(NamedTuple):
     "What the summed loss of the step is divided by: targets, or segments that have one; at least 1."
     straggler: float
     "Cost of the slowest process over the mean."
+    source_tokens: np.ndarray
+    "Tokens of the step by source, over all processes; int64, in the order of `PackLoader.sources`."
+    source_targets: np.ndarray
+    "The same of targets."
+
+
+class SourceNumbers:
+    """The sources of a dataset, numbered.
+
+    Args:
+        runs: (name, first pack, stop pack) of every run of packs from one source, in the order of packs.
+    """
+
+    def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
+        self.names = list(dict.fromkeys(name for name, _, _ in runs))
+        self._first = np.array([first for _, first, _ in runs], np.int64)
+        self._number = np.array([self.names.index(name) for name, _, _ in runs], np.int64)
+
+    def of(self, packs: np.ndarray) -> np.ndarray:
+        """Return the number of each pack's source; int64, same shape."""
+        numbers: np.ndarray = self._number[np.searchsorted(self._first, packs, side="right") - 1]
+        return numbers
 
 
 class PackLoader:
@@ -123,6 +145,9 @@ class PackLoader:
         self.batches_per_step = self.packs_per_step // smallest  # of this process
         self.rectangles = False
         "Whether to plan each batch's rectangles, for models with layers that run on them."
+        self.sources = SourceNumbers(dataset.sources)
+        self.by_source = False
+        "Whether batches say which source each token comes from (`sources`)."
         self.steps_taken = 0
         "Steps handed out whole, over all epochs."
         bucketed = dataset.packer == "bucketed"
@@ -169,12 +194,18 @@ class PackLoader:
         work = np.array([sum(self.order.costs_of(batch).sum() for batch in rank) for rank in ranks])
         index = self.dataset.index.take(packs)
         targets, segments = int(index.num_targets.sum()), int(index.num_target_segments.sum())
+        source_tokens, source_targets = (
+            np.bincount(self.sources.of(packs), column, len(self.sources.names)).astype(np.int64)
+            for column in (index.num_tokens, index.num_targets)
+        )
         return Step(
             batches=ranks[self.rank],
             num_tokens=int(index.num_tokens.sum()),
             num_targets=targets,
             divisor=max(1, targets if self.weighting == "token" else segments),
             straggler=float(work.max() / work.mean()),
+            source_tokens=source_tokens,
+            source_targets=source_targets,
         )
 
     def packs_of(self, number: int) -> np.ndarray:
@@ -201,7 +232,7 @@ class PackLoader:
 
         for batch, (step, done) in feed(
             self.dataset, batches(), self.tokens_per_batch, self.device, self.static_shapes, self.sliding_window,
-            self.rectangles,
+            self.rectangles, self.sources if self.by_source else None,
         ):  # fmt: skip
             batch["step"] = step
             if done is not None:
@@ -279,11 +310,13 @@ def feed(
     static_shapes: bool = False,
     sliding_window: int | None = None,
     rectangles: bool = False,
+    sources: SourceNumbers | None = None,
 ) -> Iterator[tuple[Batch, Note]]:
     """Turn pack ids into micro-batches on a device, prepared ahead by one thread.
 
     Args:
         batches: Pack ids of each micro-batch and something to hand on with it; consumed by the thread.
+        sources: Adds `sources` to each micro-batch: for each token the number of the source that it comes from.
         tokens_per_batch: Most tokens of a micro-batch, padding included.
         static_shapes: Fill every micro-batch of a packed dataset up to the same length.
         sliding_window: Sliding window for `window_pairs`.
@@ -292,7 +325,7 @@ def feed(
         The micro-batch (see `HostBuffers.to_device`) with `num_tokens`, `num_targets`, `attention_pairs` and
         `window_pairs` as ints, and what came with its ids. Its tensors belong to the caller.
     """
-    filler = _Filler(dataset, tokens_per_batch, static_shapes, sliding_window)
+    filler = _Filler(dataset, tokens_per_batch, static_shapes, sliding_window, sources)
     source, ahead = iter(batches), deque[tuple[np.ndarray, Note]]()
     distance = max(PREFETCH, ADVISED_PACKS * dataset.seq_len // tokens_per_batch)
 
@@ -334,9 +367,14 @@ class _Filler:
     """Fills host buffers with packs of one dataset."""
 
     def __init__(
-        self, dataset: Dataset, tokens_per_batch: int, static_shapes: bool, sliding_window: int | None
+        self,
+        dataset: Dataset,
+        tokens_per_batch: int,
+        static_shapes: bool,
+        sliding_window: int | None,
+        sources: SourceNumbers | None,
     ) -> None:
-        self.dataset, self.sliding_window = dataset, sliding_window
+        self.dataset, self.sliding_window, self.sources = dataset, sliding_window, sources
         self.capacity = tokens_per_batch
         self.padded = padded_length(dataset.index.max_seqlen, dataset.seq_len) if dataset.packer == "bucketed" else None
         self.fill_to = tokens_per_batch // dataset.seq_len * dataset.seq_len if static_shapes else None
@@ -345,7 +383,8 @@ class _Filler:
     def buffers(self, pin: bool) -> HostBuffers:
         pack, most = self.dataset.pack(0), self.dataset.manifest["maxima"]["num_segments"]
         rows = self.capacity // (PAD_MULTIPLE if self.padded is not None else self.dataset.seq_len)
-        return HostBuffers(self.capacity, rows * most + 1, pack.input_ids.dtype, pack.position_ids.dtype, pin)
+        types = pack.input_ids.dtype, pack.position_ids.dtype
+        return HostBuffers(self.capacity, rows * most + 1, *types, pin, self.sources is not None)
 
     def fill(self, buffers: HostBuffers, rows: np.ndarray) -> tuple[Batch, int]:
         """Copy packs into the buffers; return the host's figures of the micro-batch, and its rows."""
@@ -358,7 +397,8 @@ class _Filler:
             longest=self.longest,
         )
         index = self.dataset.index.take(ids)
-        buffers.fill(packs, int(index.max_seqlen.max()), shape, masked)
+        sources = None if self.sources is None else self.sources.of(ids)
+        buffers.fill(packs, int(index.max_seqlen.max()), shape, masked, sources)
         lengths = np.concatenate([np.diff(pack.cu_seqlens) for pack in packs])
         figures = {
             "num_tokens": int(index.num_tokens.sum()),

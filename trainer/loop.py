@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from shards import PackError
@@ -24,7 +25,7 @@ from trainer import distributed
 from trainer.batch import Batch
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.evaluate import evaluate
+from trainer.evaluate import evaluate_all
 from trainer.interrupt import Interrupt
 from trainer.loader import Step
 from trainer.metrics import memory_gib, peak_flops
@@ -63,6 +64,10 @@ class LogInterval:
     divisor: int = 0
     "What the sum of losses is divided by: targets, or documents where these weigh the same."
     flops: float = 0.0
+    source_losses: torch.Tensor | None = None
+    "Sum of token losses by source, on the device; None where there is one source."
+    source_tokens: np.ndarray | int = 0
+    source_targets: np.ndarray | int = 0
     straggler: float = 0.0
 
 
@@ -108,7 +113,7 @@ def optimize(run: Run) -> None:
             log_now = run.due(config.log_every) or run.step == 1
             save_now, evaluate_now = (
                 run.due(config.save_every),
-                run.eval_dataset is not None and run.due(config.eval_every),
+                bool(run.eval_datasets) and run.due(config.eval_every),
             )
             stop_now = interrupt.asked()
             if log_now or save_now or evaluate_now or stop_now or run.world.device.type == "cpu":
@@ -143,12 +148,19 @@ def take_step(run: Run, batches: Iterator[Batch], interval: LogInterval) -> tupl
         interval.waited += time.perf_counter() - asked
         step: Step = batch["step"]
         is_last = micro == run.loader.batches_per_step - 1
+        if run.loader.by_source:
+            run.lm.token_losses = torch.zeros(batch["shift_labels"].numel(), device=world.device)
         with nullcontext() if is_last else run.parallel.accumulate():
             with run.autocast():
                 # processes average their gradients; the divisor counts the targets of all of them
                 loss = run.parallel.module(batch, step.divisor / world.size)
             loss.backward()
         interval.loss += loss.detach() * (step.divisor / world.size)  # back to a sum over targets
+        if run.lm.token_losses is not None:
+            if interval.source_losses is None:
+                interval.source_losses = torch.zeros(len(run.loader.sources.names), device=world.device)
+            interval.source_losses.index_add_(0, batch["sources"], run.lm.token_losses)
+            run.lm.token_losses = None
         interval.flops += run.cost.flops(batch["num_tokens"], batch["attention_pairs"], batch["window_pairs"])
     norm = gradient_norm(run.model.parameters(), config.clip)
     run.bad_step = torch.where((run.bad_step < 0) & ~torch.isfinite(norm), run.step, run.bad_step)
@@ -162,13 +174,16 @@ def take_step(run: Run, batches: Iterator[Batch], interval: LogInterval) -> tupl
     interval.tokens += step.num_tokens
     interval.targets += step.num_targets
     interval.divisor += step.divisor
+    interval.source_tokens = interval.source_tokens + step.source_tokens
+    interval.source_targets = interval.source_targets + step.source_targets
     interval.straggler += step.straggler
     return norm, rate
 
 
 def log(run: Run, interval: LogInterval, norm: torch.Tensor, rate: float) -> None:
     """Write a line of metrics; waits for the device."""
-    loss, flops = distributed.total([interval.loss, interval.flops], run.world)
+    by_source = () if interval.source_losses is None else interval.source_losses.unbind()
+    loss, flops, *source_losses = distributed.total([interval.loss, interval.flops, *by_source], run.world)
     elapsed = time.perf_counter() - interval.started
     run.loss = loss / interval.divisor
     peak = peak_flops(run.world.device)
@@ -189,21 +204,36 @@ def log(run: Run, interval: LogInterval, norm: torch.Tensor, rate: float) -> Non
             "step_s": elapsed / interval.steps,
             "memory_gib": memory_gib(run.world.device),
             "straggler": interval.straggler / interval.steps,
+            **_figures_by_source(run.loader.sources.names, source_losses, interval),
         }
     )
 
 
+def _figures_by_source(names: list[str], losses: list[float], interval: LogInterval) -> dict[str, float]:
+    """Return the mean loss of a target, and the tokens, of each source that had any.
+
+    Without weights and z-loss the means add up: their sum, each times its targets, is `loss` times `targets`.
+    """
+    figures: dict[str, float] = {}
+    if losses:
+        tokens, targets = np.asarray(interval.source_tokens), np.asarray(interval.source_targets)
+        for name, loss, num_tokens, num_targets in zip(names, losses, tokens.tolist(), targets.tolist(), strict=True):
+            if num_tokens:
+                figures[f"tokens/{name}"] = num_tokens
+            if num_targets:
+                figures[f"loss/{name}"] = loss / num_targets
+    return figures
+
+
 def run_evaluation(run: Run) -> bool:
-    """Score the evaluation dataset.
+    """Score the evaluation datasets.
 
     Returns:
-        Whether this is the lowest loss so far.
+        Whether this is the lowest loss so far, over the targets of all of them.
     """
-    assert run.eval_dataset is not None
-    figures = evaluate(
-        run.parallel.module, run.lm, run.eval_dataset, run.world,
-        tokens_per_batch=max(run.loader.tokens_per_batch, run.eval_dataset.seq_len), static_shapes=run.config.compile,
-        autocast=run.autocast(),
+    figures = evaluate_all(
+        run.parallel.module, run.lm, run.eval_datasets, run.world, tokens_per_batch=run.loader.tokens_per_batch,
+        static_shapes=run.config.compile, autocast=run.autocast,
     )  # fmt: skip
     run.eval_loss = figures["eval_loss"]
     run.metrics.write({"step": run.step, **figures})

@@ -168,7 +168,9 @@ class Metrics:
     def _report(self, line: dict[str, Any]) -> None:
         at = f"step {line['step']:,}/{self._num_steps:,}"
         if "eval_loss" in line:
-            self.say(f"{at}  eval loss {line['eval_loss']:.4f}")
+            by_name = [(key.partition("/")[2], value) for key, value in line.items() if key.startswith("eval_loss/")]
+            each = "".join(f", {name} {loss:.4f}" for name, loss in by_name)
+            self.say(f"{at}  eval loss {line['eval_loss']:.4f}{each}")
             return
         left = timedelta(seconds=round(line["step_s"] * (self._num_steps - line["step"])))
         text = f"{at}  {left} left  {_describe(line)}"

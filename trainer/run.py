@@ -25,6 +25,7 @@ from trainer.distributed import Parallel, World, layers_of, parallelize
 from trainer.loader import PackLoader
 from trainer.metrics import Metrics, check_outputs, cost_of
 from trainer.model.adapters import add_adapters, freeze
+from trainer.model.liger import unusable_reason
 from trainer.model.loading import checkpoint_activations, load_model
 from trainer.model.loss import PackedLM
 from trainer.optimizer import build_optimizer
@@ -41,7 +42,8 @@ class Settled:
     "Settings of the last step, for the model's card: those of before where none is left to take."
     world: World
     dataset: Dataset
-    eval_dataset: Dataset | None
+    eval_datasets: dict[str, Dataset]
+    'By name; a single one without a name is "".'
     checkpoints: Checkpoints
     start: ResumePoint
     loader: PackLoader
@@ -58,7 +60,8 @@ class Run:
     card_config: TrainConfig
     world: World
     dataset: Dataset
-    eval_dataset: Dataset | None
+    eval_datasets: dict[str, Dataset]
+    'By name; a single one without a name is "".'
     lm: PackedLM
     parallel: Parallel
     optimizer: torch.optim.AdamW
@@ -108,8 +111,8 @@ def settle(config: TrainConfig, world: World) -> Settled:
     """
     check_outputs(config)
     dataset = Dataset(config.dataset)
-    eval_dataset = Dataset(config.eval) if config.eval else None
-    check_datasets(dataset, eval_dataset, config.force)
+    eval_datasets = {name: Dataset(path) for name, path in config.eval_paths().items()}
+    check_datasets(dataset, eval_datasets.values(), config.force)
     checkpoints = Checkpoints(Path(config.out) / "checkpoints", config.keep, world)
     start = find_resume_point(config, checkpoints)
     loader = _loader(config, world, dataset, config.packs_per_step or start.packs_per_step)
@@ -126,7 +129,7 @@ def settle(config: TrainConfig, world: World) -> Settled:
         card_config=card_config,
         world=world,
         dataset=dataset,
-        eval_dataset=eval_dataset,
+        eval_datasets=eval_datasets,
         checkpoints=checkpoints,
         start=start,
         loader=loader,
@@ -142,8 +145,8 @@ def load(settled: Settled) -> Run:
         PackError: The model does not fit datasets or settings.
     """
     config, world, start = settled.config, settled.world, settled.start
-    datasets = [settled.dataset] if settled.eval_dataset is None else [settled.dataset, settled.eval_dataset]
-    lm, cost, notes = build_model(config, world, datasets)
+    lm, cost, notes = build_model(config, world, [settled.dataset, *settled.eval_datasets.values()])
+    notes += _track_sources(settled.loader, lm, config)
     settled.loader.sliding_window, settled.loader.rectangles = cost.sliding_window, lm.needs_rectangles
     parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
     optimizer = build_optimizer(lm.model, config)
@@ -157,7 +160,7 @@ def load(settled: Settled) -> Run:
         card_config=settled.card_config,
         world=world,
         dataset=settled.dataset,
-        eval_dataset=settled.eval_dataset,
+        eval_datasets=settled.eval_datasets,
         lm=lm,
         parallel=parallel,
         optimizer=optimizer,
@@ -172,6 +175,20 @@ def load(settled: Settled) -> Run:
         eval_loss=start.eval_loss,
         bad_step=torch.tensor(-1, device=world.device),
     )
+
+
+def _track_sources(loader: PackLoader, lm: PackedLM, config: TrainConfig) -> list[str]:
+    """Let batches say which source their tokens come from, where the loss by source is wanted and can be had."""
+    served = loader.order.passes or loader.sources.names
+    if not config.by_source or len(served) < 2:
+        return []
+    if loader.device.type != "cuda" or not lm.fused or unusable_reason() is not None:
+        loader.by_source = True
+        return []
+    if config.liger == "on":
+        return ["loss by source: left out, liger's fused loss cannot give it (liger on)"]
+    loader.by_source = True
+    return ["liger's fused loss: passed over, it cannot give the loss by source; by_source False takes it"]
 
 
 def build_model(config: TrainConfig, world: World, datasets: list[Dataset]) -> tuple[PackedLM, ModelCost, list[str]]:

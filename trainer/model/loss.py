@@ -36,7 +36,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
-        z_loss: float, dtype: torch.dtype, with_grads: bool,
+        z_loss: float, dtype: torch.dtype, with_grads: bool, token_losses: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Arguments as for `linear_cross_entropy`; `dtype` is the type of the matrix products."""
         wants_hidden, wants_weight, wants_bias = (with_grads and wanted for wanted in ctx.needs_input_grad[:3])
@@ -56,6 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 labels[chunk],
                 None if weights is None else weights[chunk],
                 z_loss,
+                None if token_losses is None else token_losses[chunk],
             )
             total += loss
             if grad_bias is not None:
@@ -78,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the stored gradients; for a scalar loss nothing else is left to do."""
         stored = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
-        return (*stored, None, None, None, None, None)
+        return (*stored, *[None] * 6)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -89,14 +90,19 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _loss_and_logit_grad(
-    logits: Tensor, labels: Tensor, weights: Tensor | None, z_loss: float
+    logits: Tensor, labels: Tensor, weights: Tensor | None, z_loss: float, token_losses: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's weighted loss and its gradient by the fp32 logits, which is written over them."""
+    """Return a chunk's weighted loss and its gradient by the fp32 logits, which is written over them.
+
+    `token_losses` gets the loss of each token, 0 where there is no target.
+    """
     valid = (labels != IGNORED).float()
     scale = valid if weights is None else weights * valid
     target = labels.clamp(min=0).unsqueeze(1)
     lse = torch.logsumexp(logits, dim=1)
     losses = lse - logits.gather(1, target).squeeze(1)
+    if token_losses is not None:
+        torch.mul(losses, valid, out=token_losses)
     grad = logits.sub_(lse.unsqueeze(1)).exp_()
     if z_loss:
         losses = losses + z_loss * lse.square()
@@ -112,6 +118,7 @@ def linear_cross_entropy(
     labels: Tensor,
     weights: Tensor | None = None,
     z_loss: float = 0.0,
+    token_losses: Tensor | None = None,
 ) -> Tensor:
     """Sum token losses under a linear head without holding all logits.
 
@@ -121,6 +128,7 @@ def linear_cross_entropy(
         labels: int64 (T,), -100 where there is no target.
         weights: float32 (T,), a factor on each token's loss; None for 1.
         z_loss: Factor on the squared log of the softmax's denominator.
+        token_losses: float32 (T,), gets each token's own loss, without weight and z-loss; 0 where there is no target.
 
     Returns:
         float32 scalar; 0, with gradients of 0, where no token is a target.
@@ -131,7 +139,7 @@ def linear_cross_entropy(
         # Grad mode is always off inside the function, so it has to be told.
         with_grads = torch.is_grad_enabled()
         apply = cast(Callable[..., Tensor], _LinearCrossEntropy.apply)
-        return apply(hidden, weight, bias, labels, weights, z_loss, dtype, with_grads)
+        return apply(hidden, weight, bias, labels, weights, z_loss, dtype, with_grads, token_losses)
 
 
 def chunked_cross_entropy(
@@ -141,6 +149,7 @@ def chunked_cross_entropy(
     labels: Tensor,
     weights: Tensor | None = None,
     z_loss: float = 0.0,
+    token_losses: Tensor | None = None,
 ) -> Tensor:
     """Sum token losses under any head, chunk by chunk, each recomputed in backward.
 
@@ -148,12 +157,14 @@ def chunked_cross_entropy(
         logits_of: Maps a chunk of `inputs` to its logits (rows, V).
         inputs: (T, ...), cut along the first axis.
         vocab_size: V, which sets the rows of a chunk.
-        labels: Like `weights`, `z_loss` and the result as for `linear_cross_entropy`.
+        labels: Like `weights`, `z_loss`, `token_losses` and the result as for `linear_cross_entropy`.
     """
 
-    def chunk_loss(chunk: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    def chunk_loss(start: int, chunk: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         logits = logits_of(chunk).float()
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        if token_losses is not None:
+            token_losses[start : start + len(labels)] = losses.detach()
         if z_loss:
             losses = losses + z_loss * torch.logsumexp(logits, dim=1).square() * (labels != IGNORED)
         return losses.sum() if weights is None else torch.dot(losses, weights)
@@ -163,7 +174,7 @@ def chunked_cross_entropy(
     for start in range(0, len(labels), rows):
         chunk = slice(start, start + rows)
         part = None if weights is None else weights[chunk]
-        losses.append(checkpoint(chunk_loss, inputs[chunk], labels[chunk], part, use_reentrant=False))
+        losses.append(checkpoint(chunk_loss, start, inputs[chunk], labels[chunk], part, use_reentrant=False))
     return torch.stack(losses).sum()
 
 
@@ -228,6 +239,8 @@ class PackedLM(nn.Module):
         self.needs_rectangles = needs_rectangles(unwrap(model))
         self.weighting = weighting
         self.z_loss = z_loss
+        self.token_losses: Tensor | None = None
+        "Where the next forward writes each token's own loss: float32 (T,); liger's fused loss is then left out."
         self.fused = liger != "off" and weighting == "token"
 
     def forward(self, batch: Mapping[str, Any], divisor: float = 1.0) -> Tensor:
@@ -277,14 +290,18 @@ class PackedLM(nn.Module):
         z_loss = self.z_loss if self.training else 0.0
         if not self.plain_head:
             logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
-            return chunked_cross_entropy(lambda chunk: chunk, logits, logits.shape[-1], labels, weights, z_loss)
+            vocab_size = logits.shape[-1]
+            return chunked_cross_entropy(
+                lambda chunk: chunk, logits, vocab_size, labels, weights, z_loss, self.token_losses
+            )
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         head = model.get_output_embeddings()
         # Exactly these types: LoRA, quantised and sharded heads are more than their weight says.
         if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
             vocab_size = model.config.get_text_config().vocab_size
-            return chunked_cross_entropy(head, hidden, vocab_size, labels, weights, z_loss)
+            return chunked_cross_entropy(head, hidden, vocab_size, labels, weights, z_loss, self.token_losses)
         # The kernel makes all gradients in forward, and none where hidden states want none: a frozen body.
-        if self.fused and hidden.is_cuda and hidden.requires_grad and unusable_reason() is None:
+        usable = self.fused and self.token_losses is None and hidden.is_cuda and hidden.requires_grad
+        if usable and unusable_reason() is None:
             return fused_cross_entropy(hidden, head.weight, head.bias, labels, z_loss)
-        return linear_cross_entropy(hidden, head.weight, head.bias, labels, weights, z_loss)
+        return linear_cross_entropy(hidden, head.weight, head.bias, labels, weights, z_loss, self.token_losses)

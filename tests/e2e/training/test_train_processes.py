@@ -7,10 +7,25 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from pipeline import BuildConfig, build
+
 SETTINGS = {
     "dtype": "fp32", "lr": 1e-2, "schedule": "constant", "tokens_per_batch": 128, "packs_per_step": 8, "log_every": 1,
     "device": "cpu", "keep": 9, "clip": 0.5,
 }  # fmt: skip
+
+
+@pytest.fixture
+def build_two_sources(tmp_path, tokenizer_dir) -> str:
+    """A dataset of two named sources."""
+    sources = []
+    for name, words in (("short", 3), ("long", 40)):
+        text = json.dumps({"text": " ".join(["quick", "brown", "fox", name] * words)})
+        (tmp_path / f"{name}.jsonl").write_text(f"{text}\n" * 60)
+        sources.append(f"{name}={tmp_path / name}.jsonl")
+    config = BuildConfig(sources=tuple(sources), out=str(tmp_path / "two"), tokenizer=tokenizer_dir, seq_len=128)
+    build(config)
+    return config.out
 
 
 def job(packed: str, llama: str, out: Path, **fields) -> dict:
@@ -92,3 +107,18 @@ def test_a_killed_run_resumes_to_identical_losses(packed, llama, tmp_path, run_t
     assert figures_of(out, "grad_norm") == figures_of(tmp_path / "whole", "grad_norm")
     ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("killed", "whole"))
     assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_the_loss_of_each_source_is_the_same_on_two_processes(build_two_sources, llama, tmp_path, run_training):
+    fields = {"steps": 2, "packs_per_step": 64}
+    assert run_training([job(build_two_sources, llama, tmp_path / "one", **fields)]) == [0]
+    jobs = [
+        job(build_two_sources, llama, tmp_path / "ddp", **fields),
+        job(build_two_sources, llama, tmp_path / "fsdp", shard="full", **fields),
+    ]
+    assert run_training(jobs, world_size=2) == [0, 0]
+    for key in ("loss/short", "loss/long", "tokens/short", "tokens/long"):
+        expected = figures_of(tmp_path / "one", key)
+        assert sorted(expected) == [1, 2]
+        for name in ("ddp", "fsdp"):
+            assert figures_of(tmp_path / name, key) == pytest.approx(expected, rel=1e-4)
