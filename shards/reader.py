@@ -8,6 +8,7 @@ dataset pickles as its path, so workers share the page cache instead of copies.
 """
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -185,8 +186,7 @@ class Dataset:
                 "F13",
             )
         if len(self.shards) <= MAX_SIZES_CHECKED:
-            for entry in self.shards:
-                check_size(self.path / entry["file"], entry["bytes"])
+            _check_sizes(self.path, self.shards)
         self._maps: OrderedDict[int, Shard] = OrderedDict()
         self._hashed: set[int] = set()
         self._lock = Lock()  # the prefetch thread and the caller may map at once
@@ -329,6 +329,18 @@ class Dataset:
         for pack in packs:
             number = self._number(int(pack))
             self._shard(number).advise([int(pack) - int(self.shards.columns["first_pack"][number])])
+
+
+def _check_sizes(path: Path, shards: ShardList) -> None:
+    """Check that every shard is there with its size, by one listing of their directory."""
+    try:
+        with os.scandir(path / "shards") as entries:
+            there = {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(".arrow")}
+    except FileNotFoundError:
+        there = {}
+    for file, size in zip(shards.files(), shards.columns["bytes"].tolist(), strict=True):
+        if there.get(file.removeprefix("shards/")) != size:
+            check_size(path / file, size)
 
 
 def _pack_of(batch: ArrowBatch, local: int) -> Pack:

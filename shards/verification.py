@@ -195,8 +195,7 @@ def _check_sums(root: Path, plan: Plan, manifest: Manifest, shards: ShardList, r
             report.add("F14", "manifest.json", f"counts {told[name]:,} {name}, its shards have {value:,}")
     if manifest["dataset_id"] != dataset_id(manifest["plan_id"], [columns]):
         report.add("F1", "manifest.json", "dataset_id is not the digest of plan and shards")
-    files = [entry["file"] for entry in shards]
-    for name, content in datasets_files(plan, manifest["dataset_id"], files).items():
+    for name, content in datasets_files(plan, manifest["dataset_id"], shards.files()).items():
         if LocalStore(root).get(name) != canonical(content):
             report.add("F16", name, "does not describe this dataset; datasets.load_from_disk would fail or mislead")
 

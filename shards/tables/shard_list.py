@@ -102,6 +102,11 @@ class ShardList(Sequence[ShardEntry]):
     def __iter__(self) -> Iterator[ShardEntry]:
         return (self[number] for number in range(len(self)))
 
+    def files(self) -> list[str]:
+        """Return the shard files, in window order."""
+        digits = self.columns["xxh3_128"].tobytes().hex()
+        return [shard_name(number, digits[32 * number : 32 * number + 32]) for number in range(len(self))]
+
     def number_of(self, pack: int) -> int:
         """Return the number of the shard that holds `pack`; empty shards are passed over."""
         return int(np.searchsorted(self.columns["first_pack"], pack, side="right")) - 1

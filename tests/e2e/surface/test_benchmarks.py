@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shards import Dataset
+from shards.ordering.block_order import BlockOrder
+
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
 
@@ -208,3 +211,13 @@ def test_a_benchmark_runs_quickly_and_leaves_nothing(name, tmp_path):
     assert "NOT EQUAL" not in text
     assert text.count("|") > 20
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("bench-")]
+
+
+def test_synthetic_metadata_opens_and_names_its_steps(load, tmp_path):
+    path = load("synthetic_metadata").write_metadata(tmp_path / "big", 20_000, 1000)
+    dataset = Dataset(path)
+    assert (len(dataset.shards), len(dataset)) == (20_000, int(dataset.shards.columns["packs"].sum()))
+    counts = [source["counts"] for source in dataset.manifest["sources"]]
+    packs = BlockOrder(dataset.shards, dataset.index, counts, packs_per_step=1024).step_packs(3, 7)
+    assert len(set(packs.tolist())) == 1024
+    assert sum(file.stat().st_blocks * 512 for file in path.iterdir()) < 4 << 20, "20 million packs take no disk"

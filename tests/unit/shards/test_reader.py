@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import shards
-from shards import Dataset, Pack
+from shards import Dataset, FormatError, Pack
 
 PACKS = {"web": [[3, 2], [4], [1, 1, 2]], "code": [[5], [2, 2]]}
 
@@ -35,3 +35,15 @@ def test_a_dataset_says_what_it_is_in_a_notebook(write_dataset):
 
 def test_the_public_names_are_listed():
     assert dir(shards) == ["Dataset", "FormatError", "OptionError", "Pack", "PackError", "verify"]
+
+
+def test_a_shard_of_another_size_is_found_at_opening_among_many(write_dataset):
+    path = write_dataset({f"part-{k}": [[3, 2]] for k in range(12)})
+    file = path / Dataset(path).shards.files()[7]
+    assert [shard["file"] for shard in Dataset(path).shards] == Dataset(path).shards.files()
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(FormatError, match=rf"{file.name}: has [\d,]+ bytes, the manifest says [\d,]+ \(rule F3\)"):
+        Dataset(path)
+    file.unlink()
+    with pytest.raises(FormatError, match=rf"{file.name}: is missing"):
+        Dataset(path)
