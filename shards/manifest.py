@@ -68,6 +68,16 @@ def digest_files(files: dict[str, bytes]) -> dict[str, str]:
     return {name: xxhash.xxh3_128_hexdigest(data) for name, data in sorted(files.items())}
 
 
+def _values(column: pa.ChunkedArray) -> np.ndarray:
+    """Return the numbers of a column without nulls; the conversion of pyarrow imports pandas."""
+    parts = [
+        np.frombuffer(chunk.buffers()[1], chunk.type.to_pandas_dtype())[chunk.offset : chunk.offset + len(chunk)]
+        for chunk in column.chunks
+        if len(chunk)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, column.type.to_pandas_dtype())
+
+
 def commit(
     store: Store, plan: Plan, sidecars: Iterable[Sidecar], tokenizer_files: dict[str, bytes], facts: dict[str, Any]
 ) -> Manifest:
@@ -93,7 +103,7 @@ def commit(
     def index_parts() -> Iterator[dict[str, np.ndarray]]:
         for sidecar in sidecars:
             table = decode_index(sidecar, layout.index_schema(), f"{store.location}/{sidecar_name(sidecar['window'])}")
-            columns = {name: table.column(name).to_numpy() for name in table.schema.names}
+            columns = {name: _values(table.column(name)) for name in table.schema.names}
             gathered.add(sidecar, columns)
             yield columns
 

@@ -10,14 +10,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import Control
 from pipeline.documents.content_spans import PARTS, ContentSpans, find_content_spans, think_block
 from pipeline.documents.messages import Conversation, Message
-from pipeline.documents.template import ChatTemplate
 from shards.errors import SourceError
+
+if TYPE_CHECKING:
+    from pipeline.documents.template import ChatTemplate  # plain text needs no Jinja
 
 EMPTY_BLOCK = re.compile(r"<([^<>/\s]+)>\s*</\1>\s*|\[([^\[\]/\s]+)\]\s*\[/\2\]\s*")
 
@@ -57,7 +59,7 @@ class RewrittenError(SourceError):
 class Renderings:
     """What a template makes of the first messages of one conversation; each is rendered once."""
 
-    template: ChatTemplate
+    template: "ChatTemplate"
     conversation: Conversation
     messages: list[Message]
     "The messages in the forms that the template wants."

@@ -8,12 +8,15 @@ another stay one document, so only templates that really rewrite pay: n answers 
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pipeline.config import RecordOptions
 from pipeline.documents.chat import DocumentRenderer, Rendering, Renderings, RewrittenError
 from pipeline.documents.layouts import Layout
 from pipeline.documents.messages import Conversation, Message
-from pipeline.documents.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from pipeline.documents.template import ChatTemplate  # plain text needs no Jinja
 
 MAX_LAYOUTS = 2048  # of one source; a layout is about as large as its conversation
 TREATED = re.compile(r"think>|<tool_|tool_response>")  # templates look for these in contents, and write other text then
@@ -29,7 +32,7 @@ class ConversationRenderer:
         options: How to train on them.
     """
 
-    def __init__(self, template: ChatTemplate, options: RecordOptions) -> None:
+    def __init__(self, template: "ChatTemplate", options: RecordOptions) -> None:
         self.template, self.options = template, options
         self.layouts: dict[Key, list[Layout]] = {}
 

@@ -23,7 +23,6 @@ from pipeline.documents.encoder import Encoder
 from pipeline.documents.engines import running_sum
 from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
 from pipeline.documents.messages import Conversation, chat_conversation, instruction, lookup, used_fields
-from pipeline.documents.template import ChatTemplate
 from pipeline.documents.tokenized import tokenized_documents
 from pipeline.documents.tokenizer import CONFIG, TEMPLATE, TokenizerSpec
 from pipeline.documents.unread_fields import UnreadFields
@@ -215,6 +214,8 @@ class DocumentMaker:
         """Return what renders conversations with or without tools, made when the first one comes."""
         text = _template_text(self.spec, self.options, with_tools)
         if text not in self.renderers:
+            from pipeline.documents.template import ChatTemplate
+
             template = ChatTemplate(text, self.spec.special_tokens, self.added, trust=self.trust)
             self.closing |= {control.id for control in self.added.find(template.trial.end)[:1]}
             self.renderers[text] = ConversationRenderer(template, self.options)
