@@ -12,6 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -90,6 +91,7 @@ class _Chunk(NamedTuple):
     size: int
     parser: Parser
     locate: Callable[[int], str]  # position in `raws` -> file and place
+    held_bytes: int | None = None  # where records take other space than they do in the file
 
 
 class WindowReader:
@@ -152,7 +154,7 @@ class WindowReader:
                     yield self._batch(waiting)
                     waiting, size = [], 0
                 waiting.append(chunk)
-                size += chunk.size
+                size += chunk.size if chunk.held_bytes is None else chunk.held_bytes
                 self.num_records += len(chunk.raws)
                 if size >= BATCH_BYTES:
                     yield self._batch(waiting)
@@ -326,8 +328,9 @@ class WindowReader:
                     yield self._table(table_of_batch(batch, options), size, f"{file.name}, row", row)
                     continue
                 raws = column_values(batch.column(0)) if options.kind == "text" else rows_of(batch)
-                self._note(canonical_json(raws))
-                yield _Chunk(raws, size, parser, lambda position, row=row: f"{file.name}, row {row + position}")  # type: ignore[misc]
+                text = canonical_json(raws)
+                self._note(text)
+                yield _Chunk(raws, size, parser, partial(_row_place, file.name, row), len(text))
 
     def _token_ranges(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
         """Read documents of a file that holds ids and nothing else."""
@@ -344,6 +347,10 @@ class WindowReader:
         """Return a chunk of ids, which is a batch of its own."""
         self._note(table.digest())
         return _Chunk(table, size, Parser(_as_it_is, _as_it_is), lambda position: f"{where} {first + position}")  # type: ignore[arg-type]
+
+
+def _row_place(name: str, first: int, position: int) -> str:
+    return f"{name}, row {first + position}"
 
 
 def _as_it_is(table: Any) -> Any:

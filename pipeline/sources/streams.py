@@ -24,7 +24,7 @@ from pipeline.sources.files import (
 )
 from pipeline.sources.json_elements import json_elements
 from pipeline.sources.parsing import FAULT
-from pipeline.sources.tables import arrow_batches, ipc_batches, reading_as
+from pipeline.sources.tables import arrow_batches, few_rows, ipc_batches, reading_as, rows_at_once
 from pipeline.sources.values import rows_of
 from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError, counted
@@ -186,14 +186,21 @@ def _table_rows(kind: str, content: bytes) -> Iterator[bytes]:
     import pyarrow.parquet as pq
 
     source = pa.BufferReader(content)
-    batches = pq.ParquetFile(source).iter_batches(1024) if kind == "parquet" else ipc_batches(source)
-    return _rows(batches)
+    if kind == "arrow":
+        yield from _rows(ipc_batches(source))
+        return
+    table = pq.ParquetFile(source)
+    for number in range(table.metadata.num_row_groups):
+        step = min(1024, few_rows(table.metadata.row_group(number).total_byte_size))
+        yield from _rows(table.iter_batches(step, row_groups=[number]))
 
 
 def _rows(batches: Iterable[Any]) -> Iterator[bytes]:
     for batch in batches:
         batch.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
-        yield from map(_dump, rows_of(batch))
+        step = rows_at_once(batch)
+        for start in range(0, batch.num_rows, step):
+            yield from map(_dump, rows_of(batch.slice(start, step)))
 
 
 def _texts(source: Source, units: Iterable[bytes]) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from shards.errors import SourceError, reason_of
 
 CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
 STREAM_END = CONTINUES + bytes(4)
+MAX_EXPANDED_BYTES = 256 << 20
 SAMPLED_ROWS = 64  # of a Parquet file, to know what share of it the columns are that are read
 
 
@@ -127,7 +128,12 @@ def reading_as(kind: str, name: str) -> Iterator[None]:
 
 
 def table_batches(file: SourceFile, slice_: Slice, options: RecordOptions) -> Iterator[tuple[Any, int, int]]:
-    """Yield record batches of about BATCH_BYTES, the first row of each, and its share of the file's bytes."""
+    """Yield record batches of about BATCH_BYTES, the first row of each, and its share of the file's bytes.
+
+    A file may say a value once and use it in a million rows (dictionaries, views), so that neither its size nor its
+    metadata tells what a batch takes. No value is larger than what it is stored in, so a batch of so few rows that each
+    could be that large stays within MAX_EXPANDED_BYTES.
+    """
     if file.format == "arrow":
         total = max(sum(file.units), 1)
         step = max(1, BATCH_BYTES * total // max(file.read_bytes or 1, 1))
@@ -135,9 +141,10 @@ def table_batches(file: SourceFile, slice_: Slice, options: RecordOptions) -> It
         for batch in arrow_batches(file.location):
             if row >= slice_.stop:
                 break
-            for start in range(max(slice_.start, row), min(slice_.stop, row + batch.num_rows), step):
-                part = batch.slice(start - row, min(step, slice_.stop - start))
-                part = part.select(columns_read(part.schema, file.name, options))
+            read = batch.select(columns_read(batch.schema, file.name, options))
+            few = min(step, rows_at_once(read))
+            for start in range(max(slice_.start, row), min(slice_.stop, row + batch.num_rows), few):
+                part = read.slice(start - row, min(few, slice_.stop - start))
                 part.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
                 yield part, start, (file.bytes or 0) * part.num_rows // total
             row += batch.num_rows
@@ -152,10 +159,35 @@ def table_batches(file: SourceFile, slice_: Slice, options: RecordOptions) -> It
         for number in range(slice_.start, slice_.stop):
             group = groups[number]
             step = max(1, min(1 << 16, BATCH_BYTES * group.num_rows // max(file.units[number], 1)))
+            if options.kind != "tokens":  # integers are as large as they are
+                step = min(step, few_rows(group.total_byte_size))
             for batch in table.iter_batches(step, row_groups=[number], columns=columns):
                 weight = (file.bytes or 0) * batch.num_rows // max(table.metadata.num_rows, 1)
                 yield batch, row, weight
                 row += batch.num_rows
+
+
+def few_rows(stored_bytes: int) -> int:
+    """Return how many values of that size MAX_EXPANDED_BYTES hold, at least 16: with fewer, reading is slow."""
+    return max(16, MAX_EXPANDED_BYTES // max(stored_bytes, 1))
+
+
+def rows_at_once(batch: Any) -> int:
+    """Return how many rows of an Arrow record batch may be turned into Python values at once."""
+    if any(map(_may_repeat, batch.schema.types)):
+        return few_rows(batch.get_total_buffer_size())
+    return max(int(batch.num_rows), 1)
+
+
+def _may_repeat(kind: Any) -> bool:
+    """Whether several rows of an Arrow type can share the bytes of one value."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _may_repeat(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind) or "view" in str(kind):
+        return True
+    return any(_may_repeat(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def text_column(schema: Any, name: str, text_field: str) -> str:
