@@ -158,7 +158,7 @@ def _make_job(config: BuildConfig, progress: Progress) -> Job:
         )
     plan = plan_of(config, sources, spec.as_plan(), windows, part_bytes)
     specials = {source.options.parse_special for source in sources}
-    images = {special: image_of(files, spec, parse_special=special) for special in specials}
+    images = {special: image_of(files, spec, str(config.tokenizer), parse_special=special) for special in specials}
     return Job(plan, plan_id(plan), sources, str(config.out), files, images, EngineChoice(), config.on_error)
 
 

@@ -87,7 +87,7 @@ class Encoder:
         if not isinstance(tokenizer, TokenizerImage):
             name = "tokenizer" if isinstance(tokenizer, Mapping) else str(tokenizer)
             files = tokenizer if isinstance(tokenizer, Mapping) else read_files(name)
-            tokenizer = image_of(files, spec_from_files(files, name), parse_special=parse_special)
+            tokenizer = image_of(files, spec_from_files(files, name), name, parse_special=parse_special)
         self.spec, self.content, self.parse_special = tokenizer.spec, tokenizer.content, parse_special
         self.guard_failed = False
         self.spelled = SpelledControls(() if parse_special else self.spec.added)

@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,19 @@ class TokenizerImage:
     "See the function of that name."
 
 
-def image_of(files: Mapping[str, bytes], spec: TokenizerSpec, *, parse_special: bool) -> TokenizerImage:
+def image_of(
+    files: Mapping[str, bytes], spec: TokenizerSpec, where: str = "tokenizer", *, parse_special: bool
+) -> TokenizerImage:
     """Derive what an encoder is made of.
 
     Args:
         files: The tokenizer's files (name -> content).
         spec: What `spec_from_files` read from them.
+        where: Name of the tokenizer, for messages.
         parse_special: Whether control text becomes control tokens.
     """
-    tokenizer = parse(files.get(JSON), JSON)
+    tokenizer = parse(files.get(JSON), f"{where}/{JSON}")
+    parse.cache_clear()  # some 100 MB
     content = full_json(tokenizer) if parse_special else plain_json(tokenizer, spec.special_tokens.values())
     return TokenizerImage(spec=spec, content=content, unknown_id=unknown_id(tokenizer))
 
@@ -199,8 +204,9 @@ def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> Tok
     )
 
 
+@lru_cache(maxsize=1)
 def parse(content: bytes | None, where: str) -> dict[str, Any]:
-    """Parse a tokenizer.json.
+    """Parse a tokenizer.json, not to be changed: the last one is kept until an image is made of it.
 
     Raises:
         TokenizerError: It is missing, not JSON, or holds no model.

@@ -1,5 +1,6 @@
 """A build works where torch is not installed."""
 
+import ast
 import json
 import os
 import subprocess
@@ -73,3 +74,17 @@ def test_a_corpus_is_built_verified_and_inspected_without_torch(run_without_torc
     inspected = run_without_torch("-m", "pipeline", "inspect", "dataset", "--json")
     assert inspected.returncode == 0, inspected.stderr
     assert json.loads(inspected.stdout)["documents"]["packed"] == 39
+
+
+def test_a_small_build_imports_nothing_heavy(run_without_torch, tokenizer_directory, tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"text": "one two three"}\n' * 50)
+    arguments = ["build", "c.jsonl", "--tokenizer", str(tokenizer_directory), "--seq-len", "64", "--out", "out"]
+    code = (
+        "import sys\nfrom pipeline.cli import main\n"
+        f"try: main({arguments!r})\nfinally: print(sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    )
+    done = run_without_torch("-c", code)
+    loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert {"pyarrow", "tokenizers"} <= loaded, done.stderr
+    heavy = {"pandas", "numba", "llvmlite", "transformers", "datasets", "fsspec", "fastokens", "gigatoken", "awkward"}
+    assert not loaded & heavy
