@@ -17,7 +17,9 @@ from shards.settings import check_choices, set_path
 Kind = Literal["text", "chat", "instruction", "tokens"]
 Packer = Literal["auto", "ffd", "bfd", "next-fit", "wrapped", "bucketed", "unpacked"]
 PACKER_NAMES: tuple[str, ...] = get_args(Packer)
-YOUNG = frozenset(("unroll", "system_field", "strict_fields"))  # options that came after the format's version 2
+YOUNG = frozenset(
+    ("unroll", "system_field", "strict_fields", "message_weights", "weights_field")
+)  # options that came after the format's version 2
 MIB = 1 << 20
 MAX_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
 
@@ -44,8 +46,11 @@ class RecordOptions:
         Literal["uint16", "int32", "uint32", "int64"], "Type of the ids in a .bin without Megatron's .idx."
     ] = "uint16"
     train_on: Annotated[
-        str, "Targets: auto, all, assistant, last-assistant, completion, or role names with commas."
+        str,
+        "Targets: auto, all, assistant, last-assistant, completion, or roles (assistant,user:0.1).",
     ] = "auto"
+    message_weights: Annotated[bool, "Weigh each message by its own weight field."] = False
+    weights_field: Annotated[str | None, "Field with a weight of the record, or a list of one for each message."] = None
     unroll: Annotated[
         Literal["auto", "always", "never"],
         "One document for each answer; auto does so where the template rewrites earlier turns.",
@@ -73,9 +78,17 @@ class RecordOptions:
             raise PackError(
                 '`unroll="always"`: trains each answer alone, not all tokens. Omit it, or `train_on="all"`.'
             )
+        if self.kind in ("text", "tokens") and (self.message_weights or self.weights_field is not None):
+            what = "plain text has" if self.kind == "text" else "token ids have"
+            raise PackError(f"`message_weights`, `weights_field`: {what} no messages. Leave them out.")
         if self.kind in ("text", "tokens") and self.overlong == "truncate-turns":
             what = "plain text has" if self.kind == "text" else "token ids have"
             raise PackError(f'`overlong="truncate-turns"`: {what} no turns. Use split, truncate, drop or error.')
+
+    @property
+    def weighted(self) -> bool:
+        """Whether tokens have weights of their own, which shards then store."""
+        return self.message_weights or self.weights_field is not None or ":" in self.train_on
 
     def as_plan(self) -> dict[str, Any]:
         """Return the options as a plan records them.

@@ -48,11 +48,12 @@ class HostBuffers:
         ids_dtype: Type of the stored ids: uint16 or int32.
         position_dtype: Type of the stored position ids: uint16 or int32.
         sources: Whether batches say which source each token comes from.
+        with_weights: Whether the packs have weights.
     """
 
     def __init__(
         self, capacity: int, max_segments: int, ids_dtype: np.dtype[Any], position_dtype: np.dtype[Any], pin: bool,
-        sources: bool = False,
+        sources: bool = False, with_weights: bool = False,
     ) -> None:  # fmt: skip
         def buffer(size: int, dtype: np.dtype[Any]) -> torch.Tensor:
             # uint16 stays bits of int16 on its way: torch has few kernels for unsigned types
@@ -65,6 +66,9 @@ class HostBuffers:
             "loss_mask": buffer(capacity, np.dtype(np.uint8)),
             "cu_seqlens": buffer(next_power_of_two(max_segments) + 2, np.dtype(np.int32)),
         }
+        if with_weights:
+            self.tensors["loss_weights"] = buffer(capacity, np.dtype(np.float16))
+        self.weights = self.tensors["loss_weights"].numpy() if with_weights else None
         self.ids = self.tensors["input_ids"].numpy().view(ids_dtype)
         self.positions = self.tensors["position_ids"].numpy().view(position_dtype)
         self.mask = self.tensors["loss_mask"].numpy()
@@ -95,7 +99,10 @@ class HostBuffers:
             stop = at + len(ids)
             self.ids[at:stop] = ids
             self.positions[at:stop] = pack.position_ids
-            self.mask[at:stop] = 0 if masked is not None and masked[i] else mask
+            hidden = masked is not None and masked[i]
+            self.mask[at:stop] = 0 if hidden else mask
+            if self.weights is not None:
+                self.weights[at:stop] = 0 if hidden else pack.loss_weights
             if shape.row_len is not None:  # one segment per row, its padding included
                 self._pad(stop, at + shape.row_len, len(ids), shape.longest)
                 stop = at + shape.row_len
@@ -125,6 +132,8 @@ class HostBuffers:
     def _pad(self, start: int, stop: int, position: int, longest: int) -> None:
         self.ids[start:stop] = 0
         self.mask[start:stop] = 0
+        if self.weights is not None:
+            self.weights[start:stop] = 0
         np.minimum(
             np.arange(position, position + stop - start),
             longest - 1,
@@ -138,7 +147,8 @@ class HostBuffers:
         Returns:
             `input_ids`, `position_ids`, `shift_labels`: int64 (rows, T / rows); `cu_seqlens`: int32 (segments + 1,);
             `max_seqlen`: int; `sources`, where the buffers keep them: int64 (T,). Slot i of `shift_labels` holds the id
-            at i + 1 where that is a target, else -100.
+            at i + 1 where that is a target, else -100; where packs have weights, slot i of `shift_weights`, float32
+            (rows, T / rows), holds the weight of that target.
         """
         sizes = dict.fromkeys(self.tensors, self.length) | {"cu_seqlens": self.num_offsets}
         moved = {  # on a CPU the others are copied as they are widened
@@ -152,8 +162,12 @@ class HostBuffers:
         ids, positions = _widen(moved["input_ids"]), _widen(moved["position_ids"])
         labels = torch.full_like(ids, IGNORED)
         torch.where(moved["loss_mask"][1:].bool(), ids[1:], labels[-1], out=labels[:-1])
-        sources = {"sources": _widen(moved["sources"])} if "sources" in moved else {}
-        return sources | {
+        more: Batch = {"sources": _widen(moved["sources"])} if "sources" in moved else {}
+        if "loss_weights" in moved:
+            weights = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
+            weights[:-1] = moved["loss_weights"][1:]
+            more["shift_weights"] = weights.view(rows, -1)
+        return more | {
             "input_ids": ids.view(rows, -1),
             "position_ids": positions.view(rows, -1),
             "shift_labels": labels.view(rows, -1),

@@ -138,6 +138,11 @@ def _check(row: Mapping[str, Any]) -> None:
             f"PackedCollator: a row came without {', '.join(missing)}; the trainer removes columns that the model "
             "does not name. Set remove_unused_columns=False."
         )
+    if "loss_weights" in row:
+        raise PackError(
+            "PackedCollator: the rows have loss_weights, which the loss of these trainers would pass over. Train with "
+            "pack train or with trainer.PackedLM, or build without weights."
+        )
     length, segments = len(row["input_ids"]), len(row["cu_seqlens"]) - 1
     if "loss_mask" not in row and int(row.get("num_targets", -1)) != length - segments:
         raise PackError(

@@ -35,7 +35,8 @@ def evaluate(
         tokens_per_batch: Tokens in a batch.
 
     Returns:
-        `eval_loss`, mean loss of a target in nats; `eval_perplexity`; `eval_targets`.
+        `eval_loss`, mean loss of a target in nats, weighted where targets have weights; `eval_perplexity`;
+        `eval_targets`.
     """
     targets = int(dataset.index.num_targets.sum(dtype="int64"))
     weighting, lm.weighting = lm.weighting, "token"
@@ -51,7 +52,7 @@ def evaluate(
         module.reshard()  # no backward pass does it here; a gathered model has other parameters than the optimizer
     module.train()
     lm.weighting = weighting
-    loss = total([summed], world)[0] / targets
+    loss = total([summed], world)[0] / _weight_of(dataset)
     return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_targets": targets}
 
 
@@ -76,15 +77,22 @@ def evaluate_all(
     Returns:
         As `evaluate`, over the targets of all datasets; and `eval_loss/NAME`, `eval_targets/NAME` of each that has one.
     """
-    summed, targets = 0.0, 0.0
+    summed, targets, weight = 0.0, 0, 0.0
     figures: dict[str, float] = {}
     for name, dataset in datasets.items():
         one = evaluate(
             module, lm, dataset, world, tokens_per_batch=max(tokens_per_batch, dataset.seq_len),
             static_shapes=static_shapes, autocast=autocast(),
         )  # fmt: skip
-        summed, targets = summed + one["eval_loss"] * one["eval_targets"], targets + one["eval_targets"]
+        here = _weight_of(dataset)
+        summed, targets, weight = summed + one["eval_loss"] * here, targets + int(one["eval_targets"]), weight + here
         if name:
             figures |= {f"eval_loss/{name}": one["eval_loss"], f"eval_targets/{name}": one["eval_targets"]}
-    loss = summed / targets
-    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_targets": int(targets), **figures}
+    loss = summed / weight
+    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_targets": targets, **figures}
+
+
+def _weight_of(dataset: Dataset) -> float:
+    """Return what the summed loss of a dataset is divided by: its targets, or the sum of their weights."""
+    weights = dataset.index.weight_sum
+    return float(dataset.index.num_targets.sum(dtype="int64") if weights is None else weights.sum())

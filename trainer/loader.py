@@ -21,6 +21,7 @@ from shards.cost import PAD_MULTIPLE, attention_pairs, padded_length
 from shards.errors import OptionError
 from shards.order import BLOCK_ORDERS, StepOrder
 from shards.ordering.block_order import SHUFFLE_BLOCK_SHARDS, BlockOrder
+from shards.tables.index import Index
 from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.rectangles import plan_rectangles
 
@@ -40,8 +41,8 @@ class Step(NamedTuple):
     "Tokens of the step, over all processes."
     num_targets: int
     "Targets of the step, over all processes."
-    divisor: int
-    "What the summed loss of the step is divided by: targets, or segments that have one; at least 1."
+    divisor: float
+    "What the summed loss of the step is divided by: targets or the sum of their weights, or segments that have one."
     straggler: float
     "Cost of the slowest process over the mean."
     source_tokens: np.ndarray
@@ -202,11 +203,16 @@ class PackLoader:
             batches=ranks[self.rank],
             num_tokens=int(index.num_tokens.sum()),
             num_targets=targets,
-            divisor=max(1, targets if self.weighting == "token" else segments),
+            divisor=self._divisor(index, targets, segments),
             straggler=float(work.max() / work.mean()),
             source_tokens=source_tokens,
             source_targets=source_targets,
         )
+
+    def _divisor(self, index: Index, targets: int, segments: int) -> float:
+        if self.weighting == "document":
+            return max(1, segments)
+        return max(1, targets) if index.weight_sum is None else float(index.weight_sum.sum()) or 1.0
 
     def packs_of(self, number: int) -> np.ndarray:
         """Return the packs of step `number` over all processes; int64."""
@@ -384,7 +390,8 @@ class _Filler:
         pack, most = self.dataset.pack(0), self.dataset.manifest["maxima"]["num_segments"]
         rows = self.capacity // (PAD_MULTIPLE if self.padded is not None else self.dataset.seq_len)
         types = pack.input_ids.dtype, pack.position_ids.dtype
-        return HostBuffers(self.capacity, rows * most + 1, *types, pin, self.sources is not None)
+        with_sources, with_weights = self.sources is not None, pack.loss_weights is not None
+        return HostBuffers(self.capacity, rows * most + 1, *types, pin, with_sources, with_weights)
 
     def fill(self, buffers: HostBuffers, rows: np.ndarray) -> tuple[Batch, int]:
         """Copy packs into the buffers; return the host's figures of the micro-batch, and its rows."""

@@ -61,7 +61,7 @@ class LogInterval:
     waited: float = 0.0
     tokens: int = 0
     targets: int = 0
-    divisor: int = 0
+    divisor: float = 0
     "What the sum of losses is divided by: targets, or documents where these weigh the same."
     flops: float = 0.0
     source_losses: torch.Tensor | None = None

@@ -185,6 +185,7 @@ def plan_of(
         seed=config.seed,
         position_ids=config.position_ids,
         loss_mask=any(option.kind != "text" for option in options),  # of a text, every token but the first is a target
+        loss_weights=any(option.weighted for option in options),
         turn_ends=any(option.overlong_policy == "truncate-turns" for option in options),
         packer=config.packer,
         max_segments=config.max_segments,

@@ -14,6 +14,7 @@ from pipeline.config import RecordOptions
 from pipeline.documents.chat import DocumentRenderer, Rendering, Renderings, RewrittenError
 from pipeline.documents.layouts import Layout
 from pipeline.documents.messages import Conversation, Message
+from pipeline.documents.weights import message_weights
 
 if TYPE_CHECKING:
     from pipeline.documents.template import ChatTemplate  # plain text needs no Jinja
@@ -46,7 +47,7 @@ class ConversationRenderer:
             SourceError: The template refuses it, leaves a trained part out, or rewrites turns that may not be unrolled.
         """
         messages = self.template.shape(conversation)
-        weights = trained_messages(conversation, self.options.train_on)
+        weights = message_weights(conversation, self.options)
         key = self._key(conversation, messages, weights)
         if key in self.layouts:
             filled = self._fill(self.layouts[key], messages)
@@ -129,20 +130,3 @@ class ConversationRenderer:
                 raise
             return [one for index in answers for one in self._group(renderings, [index], weights)]
         return [document]
-
-
-def trained_messages(conversation: Conversation, train_on: str) -> list[float]:
-    """Return how much each message weighs, by its role and its own fields; 0 for one that is not trained."""
-    roles = [message["role"] for message in conversation.messages]
-    if train_on == "all":
-        chosen = [1.0] * len(roles)
-    elif train_on in ("auto", "completion"):
-        first = conversation.completion_from
-        chosen = [float(role == "assistant" and index >= first) for index, role in enumerate(roles)]
-    elif train_on == "last-assistant":
-        last = max((index for index, role in enumerate(roles) if role == "assistant"), default=-1)
-        chosen = [float(index == last) for index in range(len(roles))]
-    else:
-        names = {name.strip() for name in train_on.split(",")}
-        chosen = [float(role in names) for role in roles]
-    return [own if flag is None else float(flag) for own, flag in zip(chosen, conversation.train, strict=True)]

@@ -26,6 +26,7 @@ from pipeline.documents.messages import Conversation, chat_conversation, instruc
 from pipeline.documents.tokenized import tokenized_documents
 from pipeline.documents.tokenizer import CONFIG, TEMPLATE, TokenizerSpec
 from pipeline.documents.unread_fields import UnreadFields
+from pipeline.documents.weights import record_weight, role_weights, with_record_weights
 from pipeline.sources.reader import RecordBatch
 from pipeline.tokens import Documents
 from shards.errors import PackError, SourceError
@@ -37,10 +38,7 @@ def check_options(options: RecordOptions, spec: TokenizerSpec) -> None:
     Raises:
         PackError: The options do not fit the tokenizer or the kind.
     """
-    if not all(name.strip() for name in options.train_on.split(",")):
-        raise PackError(
-            f"--train-on: {options.train_on!r} holds an empty name; expected roles, such as assistant,tool."
-        )
+    role_weights(options.train_on)
     if options.kind in ("text", "tokens"):
         if options.train_on not in ("auto", "all"):
             what = "plain text has" if options.kind == "text" else "token ids have"
@@ -257,7 +255,7 @@ class DocumentMaker:
             renderings += documents
             indices += [index] * len(documents)
         with_turns = self.options.overlong_policy == "truncate-turns"
-        made = encode_renderings(renderings, self.chunks, with_turns=with_turns)
+        made = encode_renderings(renderings, self.chunks, with_turns=with_turns, with_weights=self.options.weighted)
         return made._replace(doc_ids=np.array(indices, np.int64), doc_parts=_parts(indices)), rejected
 
     def _rendered(self, record: dict[str, Any]) -> list[Rendering]:
@@ -270,19 +268,24 @@ class DocumentMaker:
         if isinstance(made, Conversation):
             if not made.messages:
                 return []
+            made = with_record_weights(made, record, self.options)
             return [self._closed(one) for one in self.conversations(bool(made.tools)).render(made)]
         prompt, completion = made
         if not prompt and not completion:
             return []
         text = prompt + completion
         controls = self.added.find(text) if self.trust else []
-        targets = None if self._trains_prompt() else [Target(len(prompt), len(text))]
+        weight = record_weight(record, self.options)
+        everything = self._trains_prompt()
+        targets = [Target(0 if everything else len(prompt), len(text), weight)] if weight else []
         prefix = self.spec.prefix_ids
         if prefix and controls and controls[0].start == 0 and controls[0].id == prefix[0]:
             prefix = ()
         # A completion without its prompt is no document, so from the left both are one turn.
         ends = [len(text)] if self.options.truncate_side == "left" else [len(prompt), len(text)]
-        return [self._closed(Rendering(text, controls, targets, ends, end_weight=1.0, prefix=prefix))]
+        whole = everything and weight == 1
+        rendering = Rendering(text, controls, None if whole else targets, ends, end_weight=weight, prefix=prefix)
+        return [self._closed(rendering)]
 
     def _closed(self, rendering: Rendering) -> Rendering:
         """Append EOS, unless the text ends in an end mark already or nobody wants it."""

@@ -71,13 +71,16 @@ class ChunkEncoder:
         return spans[:, 0], spans[:, 1], points
 
 
-def encode_renderings(renderings: list[Rendering], chunks: ChunkEncoder, *, with_turns: bool = False) -> Documents:
+def encode_renderings(
+    renderings: list[Rendering], chunks: ChunkEncoder, *, with_turns: bool = False, with_weights: bool = False
+) -> Documents:
     """Encode a batch of renderings.
 
     Args:
         renderings: One for each document.
         chunks: Encodes the text between control tokens.
         with_turns: Return where turns end; an EOS that was added belongs to the last.
+        with_weights: Return the weights of tokens; one across two targets has the larger weight.
 
     Returns:
         The documents, numbered from 0.
@@ -88,7 +91,7 @@ def encode_renderings(renderings: list[Rendering], chunks: ChunkEncoder, *, with
     batch = _Batch()
     for rendering in renderings:
         batch.add(rendering)
-    return batch.encode(chunks, with_turns)
+    return batch.encode(chunks, with_turns, with_weights)
 
 
 def token_bytes(tokenizer: dict[str, Any]) -> Array | None:
@@ -112,14 +115,14 @@ def token_bytes(tokenizer: dict[str, Any]) -> Array | None:
 
 
 class _Batch:
-    """Parts of a batch of documents: control tokens and plain chunks, in order, each with its share of the mask."""
+    """Parts of a batch of documents: control tokens and plain chunks, in order, each with its weight."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []  # of a control token, or PLAIN
-        self.mask: list[int] = []
+        self.weights: list[float] = []  # 0 where nothing is trained, or where `mixed` says what is
         self.texts: list[str] = []
         self.first: list[bool] = []  # whether a plain chunk begins its document
-        self.mixed: list[tuple[int, int, list[tuple[int, int]]]] = []  # part, its text, targets inside it
+        self.mixed: list[tuple[int, int, list[Target]]] = []  # part, its text, targets inside it
         self.doc_parts: list[int] = [0]
         self.turns: list[tuple[int, int, int]] = []  # part, its text or PLAIN for its end, characters into it
         self.doc_turns: list[int] = [0]
@@ -135,7 +138,7 @@ class _Batch:
         targets = [Target(0, len(text))] if rendering.targets is None else rendering.targets
         ends, at, turn = rendering.turn_ends[:-1], 0, 0
         for token in rendering.prefix:
-            self._control(token, everything)
+            self._control(token, float(everything))
         for control in (*rendering.controls, None):
             for start, stop, token in (
                 (position, len(text) if control is None else control.start, PLAIN),
@@ -147,7 +150,7 @@ class _Batch:
                     at += 1
                 touched = at < len(targets) and targets[at].start < stop
                 if token != PLAIN:
-                    self._control(token, touched)
+                    self._control(token, targets[at].weight if touched else 0.0)
                 else:
                     self._plain(text[start:stop], start, stop, targets[at:] if touched else [], start == 0)
                 while turn < len(ends) and ends[turn] <= stop:
@@ -156,26 +159,27 @@ class _Batch:
                     turn += 1
             position = len(text) if control is None else control.stop
         if rendering.eos_id is not None:
-            self._control(rendering.eos_id, everything or rendering.end_weight > 0)
+            self._control(rendering.eos_id, 1.0 if everything else rendering.end_weight)
         if len(self.ids) > self.doc_parts[-1]:
             self.turns.append((len(self.ids) - 1, PLAIN, 0))
         self.doc_parts.append(len(self.ids))
         self.doc_turns.append(len(self.turns))
 
-    def _control(self, token: int, target: bool) -> None:
+    def _control(self, token: int, weight: float) -> None:
         self.ids.append(token)
-        self.mask.append(int(target))
+        self.weights.append(weight)
 
     def _plain(self, chunk: str, start: int, stop: int, targets: list[Target], begins: bool) -> None:
-        inside = [(max(first - start, 0), min(last, stop) - start) for first, last, _ in targets if first < stop]
+        inside = [Target(max(a - start, 0), min(b, stop) - start, weight) for a, b, weight in targets if a < stop]
+        whole = len(inside) == 1 and inside[0][:2] == (0, len(chunk))
         self.ids.append(PLAIN)
-        self.mask.append(int(inside == [(0, len(chunk))]))
-        if inside and not self.mask[-1]:
+        self.weights.append(inside[0].weight if whole else 0.0)
+        if inside and not whole:
             self.mixed.append((len(self.ids) - 1, len(self.texts), inside))
         self.texts.append(chunk)
         self.first.append(begins)
 
-    def encode(self, chunks: ChunkEncoder, with_turns: bool) -> Documents:
+    def encode(self, chunks: ChunkEncoder, with_turns: bool, with_weights: bool) -> Documents:
         """Encode all parts and put them end to end.
 
         Parts `<user>`, "Hi", `</s>` with "Hi" encoded as [7, 8] have the lengths [1, 2, 1] and begin at [0, 1, 3, 4]:
@@ -192,8 +196,11 @@ class _Batch:
         input_ids[np.arange(len(ids)) + np.repeat(begins[:-1][plain] - at[:-1], np.diff(at))] = ids
         offsets = begins[self.doc_parts]
         documents = Documents(input_ids, offsets, np.arange(len(offsets) - 1))
-        if not all(self.mask):
-            documents = documents._replace(loss_mask=self._loss_mask(chunks, ids, at, begins, lengths))
+        if with_weights:
+            weights = self._token_weights(chunks, ids, at, begins, lengths, np.float16)
+            documents = documents._replace(loss_mask=(weights > 0).astype(np.uint8), loss_weights=weights)
+        elif not all(self.weights):
+            documents = documents._replace(loss_mask=self._token_weights(chunks, ids, at, begins, lengths, np.uint8))
         if with_turns:
             ends = np.array([self._turn_end(turn, chunks, ids, at, begins) for turn in self.turns], np.int64)
             owner = np.repeat(np.arange(len(offsets) - 1), np.diff(self.doc_turns))
@@ -201,20 +208,22 @@ class _Batch:
             documents = documents._replace(turn_ends=turn_ends, turn_offsets=np.array(self.doc_turns, np.int64))
         return documents
 
-    def _loss_mask(self, chunks: ChunkEncoder, ids: Array, at: Array, begins: Array, lengths: Array) -> Array:
-        """Return the mask: a whole part's from `mask`, that of a chunk with a border inside from its tokens' offsets.
+    def _token_weights(
+        self, chunks: ChunkEncoder, ids: Array, at: Array, begins: Array, lengths: Array, dtype: Any
+    ) -> Array:
+        """Return weights (or a mask): a whole part's own, those of a chunk with a border inside by its tokens' offsets.
 
         A target [2, 9) in a chunk whose tokens are [0, 4), [4, 9), [9, 12): the first two touch it, so [1, 1, 0].
         """
-        loss_mask = np.repeat(np.array(self.mask, np.uint8), lengths)
+        weights = np.repeat(np.array(self.weights, dtype), lengths)
         for part, index, inside in self.mixed:
-            points = [point for target in inside for point in target]
+            points = [point for target in inside for point in target[:2]]
             starts, stops, points = self._token_offsets(chunks, index, ids, at, points)
-            chosen = np.zeros(len(starts), bool)
-            for first, last in zip(points[::2], points[1::2], strict=True):
-                chosen |= (starts < last) & (stops > first)
-            loss_mask[begins[part] : begins[part + 1]] = chosen
-        return loss_mask
+            tokens = weights[begins[part] : begins[part + 1]]
+            for first, last, target in zip(points[::2], points[1::2], inside, strict=True):
+                touched = (starts < last) & (stops > first)
+                tokens[touched] = np.maximum(tokens[touched], dtype(target.weight))
+        return weights
 
     def _turn_end(self, turn: tuple[int, int, int], chunks: ChunkEncoder, ids: Array, at: Array, begins: Array) -> int:
         part, index, point = turn

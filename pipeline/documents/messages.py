@@ -6,6 +6,7 @@ of its names, `train`, `trainable`, `loss` or `weight` per message. Everything e
 guessed wrong trains on the wrong text.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "model": "assistant", "function_call": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
+MIN_WEIGHT, MAX_WEIGHT = 2.0**-14, 65_504.0  # of float16, in which weights are stored
+RANGE = "0, or a number from 2^-14 to 65,504"
 TRAIN_FIELDS = ("train", "trainable", "loss")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
@@ -38,6 +41,8 @@ class Conversation:
     "One dict per message."
     train: list[bool | None]
     "Per message: True and False override the choice by role, None leaves it."
+    weights: list[float | None]
+    "Per message: its own weight, None where it has none."
     tools: list[Any] | None = None
     "Tool schemas."
     completion_from: int = 0
@@ -55,7 +60,7 @@ def chat_conversation(record: dict[str, Any], options: RecordOptions) -> Convers
     raw = lookup(record, options.messages_field)
     if raw is None and options.messages_field not in record:
         raise _absent(options.messages_field, record, "a list of messages", "--messages-field")
-    made = _conversation(raw, options.messages_field, lookup(record, options.tools_field))
+    made = _conversation(raw, options.messages_field, lookup(record, options.tools_field), options.message_weights)
     return _with_system(made, record, options)
 
 
@@ -81,7 +86,8 @@ def instruction(record: dict[str, Any], options: RecordOptions) -> tuple[str, st
         return prompt, completion
     head = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     tail = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    both = _conversation([*head, *tail], options.prompt_field, lookup(record, options.tools_field))
+    tools = lookup(record, options.tools_field)
+    both = _conversation([*head, *tail], options.prompt_field, tools, options.message_weights)
     return _with_system(replace(both, completion_from=len(head)), record, options)
 
 
@@ -91,6 +97,7 @@ def used_fields(record: dict[str, Any], options: RecordOptions, made: tuple[str,
     if options.kind == "instruction":
         names = [options.prompt_field] if options.prompt_field in record else options.prompt_field.split(",")
         paths = [*(name.strip() for name in names), options.completion_field]
+    paths += [] if options.weights_field is None else [options.weights_field]
     if isinstance(made, Conversation):
         paths.append(options.tools_field)
         if made.has_system_field or lookup(record, options.system_field) == _first_system(made):
@@ -107,6 +114,7 @@ def _with_system(made: Conversation, record: dict[str, Any], options: RecordOpti
         made,
         messages=[{"role": "system", "content": system}, *made.messages],
         train=[None, *made.train],
+        weights=[None, *made.weights],
         completion_from=made.completion_from + bool(made.completion_from),
         has_system_field=True,
     )
@@ -150,19 +158,21 @@ def _absent(name: str, record: dict[str, Any], expected: str, flag: str) -> Sour
     return SourceError(f"no field {name!r}, {fields_of(record)}; expected {expected}. {remedy}")
 
 
-def _conversation(raw: Any, field: str, tools: Any) -> Conversation:
+def _conversation(raw: Any, field: str, tools: Any, with_weights: bool) -> Conversation:
     if isinstance(raw, str):
         raw = _parsed(raw)
     if not isinstance(raw, list):
         raise SourceError(f"field {field!r} is {name_of(raw)}; expected a list of messages. Name another field.")
     messages: list[Message] = []
     train: list[bool | None] = []
+    weights: list[float | None] = []
     for position, item in enumerate(raw):
         try:
             if not isinstance(item, dict):
                 raise SourceError(f"{name_of(item)}; expected an object with role and content (or from and value).")
             messages.append(_message(item))
-            train.append(_train_flag(item))
+            train.append(_train_flag(item, with_weights))
+            weights.append(_weight(item) if with_weights else None)
         except SourceError as error:
             raise SourceError(f"field {field!r}, message {position}: {error}") from None
     if isinstance(tools, str):
@@ -171,7 +181,7 @@ def _conversation(raw: Any, field: str, tools: Any) -> Conversation:
         raise SourceError(
             f"the tools are {name_of(tools)}; expected a list of objects, or its JSON text. Fix the record."
         )
-    return Conversation(messages, train, tools or None)
+    return Conversation(messages, train, weights, tools or None)
 
 
 def _message(item: Message) -> Message:
@@ -229,19 +239,35 @@ def _tool_calls(item: Message) -> list[dict[str, Any]]:
     return result
 
 
-def _train_flag(item: Message) -> bool | None:
+def _train_flag(item: Message, with_weights: bool) -> bool | None:
     flags = {name: item[name] for name in TRAIN_FIELDS if item.get(name) is not None}
     for name, value in flags.items():
         if not isinstance(value, bool) and (name == "train" or value not in (0, 1)):
             raise SourceError(f"{name} is {value!r}; expected true or false. Fix the record.")
     if len({bool(value) for value in flags.values()}) > 1:
         raise SourceError(f"{' and '.join(flags)} say different things; expected one of them. Fix the record.")
-    weight = item.get("weight")
+    weight = None if with_weights else item.get("weight")
     if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
-        raise SourceError(f"weight is {weight!r}; expected 0 or 1: a token is a target or it is not. Fix the record.")
+        raise SourceError(f"weight is {weight!r}; expected 0 or 1. Fix the record, or weigh with --message-weights.")
     if flags:
         return bool(next(iter(flags.values())))
     return False if weight == 0 else None  # weight 1 is the default of the role, not a wish to train on a user's words
+
+
+def check_weight(value: Any, where: str) -> float:
+    """Return a weight.
+
+    Raises:
+        SourceError: It is no number, or none that can be stored.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or (value != 0 and not MIN_WEIGHT <= value <= MAX_WEIGHT):
+        raise SourceError(f"{where} is {value!r}; expected {RANGE}. Fix the record.")
+    return float(value)
+
+
+def _weight(item: Message) -> float | None:
+    return None if item.get("weight") is None else check_weight(item["weight"], "weight")
 
 
 def _parsed(text: str) -> Any:

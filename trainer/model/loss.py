@@ -167,7 +167,7 @@ def chunked_cross_entropy(
             token_losses[start : start + len(labels)] = losses.detach()
         if z_loss:
             losses = losses + z_loss * torch.logsumexp(logits, dim=1).square() * (labels != IGNORED)
-        return losses.sum() if weights is None else torch.dot(losses, weights)
+        return (losses if weights is None else losses * weights).sum()
 
     rows = _chunk_rows(vocab_size, labels.device)
     losses = []
@@ -178,12 +178,13 @@ def chunked_cross_entropy(
     return torch.stack(losses).sum()
 
 
-def document_weights(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return 1 / (targets of the token's segment) for every token, computed on the device without a sync.
+def document_weights(labels: Tensor, cu_seqlens: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return each token's share of the targets of its segment, computed on the device without a sync.
 
     Args:
         labels: int64 (T,), -100 where there is no target.
         cu_seqlens: int32 (n + 1,), last exactly T.
+        weights: float32 (T,), 0 where there is no target; None for 1 at every target.
 
     Returns:
         float32 (T,); over the targets of any one segment it sums to 1.
@@ -191,6 +192,9 @@ def document_weights(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     tokens = torch.arange(len(labels), device=labels.device, dtype=cu_seqlens.dtype)
     segment = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
     counts = torch.zeros(len(cu_seqlens) - 1, dtype=torch.float32, device=labels.device)
+    if weights is not None:
+        counts = counts.index_add(0, segment, weights)
+        return weights / counts.clamp(min=torch.finfo(torch.float32).tiny)[segment]
     counts = counts.index_add(0, segment, (labels != IGNORED).float())
     return counts.clamp(min=1).reciprocal()[segment]
 
@@ -210,7 +214,8 @@ class PackedLM(nn.Module):
         plain_head: Whether logits are exactly `lm_head(hidden)`, as the model's report says.
         weighting: `token`: every target counts 1. `document`: the targets of each segment count 1 together.
         z_loss: Factor on the squared log of the softmax's denominator; left out in `eval()` mode.
-        liger: `auto`, `on` or `off`: liger's fused loss on a GPU, where head and weighting allow it.
+        liger: `auto`, `on` or `off`: liger's fused loss on a GPU, where head and weighting allow it; targets that have
+            weights of their own never take it.
 
     Raises:
         ModelError: `liger` is `on`, but head or weighting does not allow it.
@@ -248,15 +253,19 @@ class PackedLM(nn.Module):
 
         Args:
             batch: `input_ids`, `position_ids`, `shift_labels` int64 (1, T), `cu_seqlens` int32 (n + 1,), `max_seqlen`
-                int, `rectangles` if a loader planned them. Or the same of a rectangle (R, P) of right-padded
+                int, `shift_weights` float32 (1, T) where targets have weights, `rectangles` if a loader planned them.
+                Or the same of a rectangle (R, P) of right-padded
                 rows, one segment each.
-            divisor: Targets (weighted by document: segments with targets) of the whole step on all ranks.
+            divisor: Targets of the whole step on all ranks, the sum of their weights where they have some (weighted by
+                document: segments with targets).
 
         Raises:
             ModelError: Packed rows for a model on native attention.
         """
         labels = batch["shift_labels"].flatten()
-        weights = document_weights(labels, batch["cu_seqlens"]) if self.weighting == "document" else None
+        weights = batch["shift_weights"].flatten() if "shift_weights" in batch else None
+        if self.weighting == "document":
+            weights = document_weights(labels, batch["cu_seqlens"], weights)
         inputs = self._native_inputs(batch) if self.backend is None else self._inputs(batch)
         return self._summed_loss(inputs, labels, weights) / divisor
 
@@ -301,7 +310,7 @@ class PackedLM(nn.Module):
             vocab_size = model.config.get_text_config().vocab_size
             return chunked_cross_entropy(head, hidden, vocab_size, labels, weights, z_loss, self.token_losses)
         # The kernel makes all gradients in forward, and none where hidden states want none: a frozen body.
-        usable = self.fused and self.token_losses is None and hidden.is_cuda and hidden.requires_grad
-        if usable and unusable_reason() is None:
+        usable = self.fused and weights is None and self.token_losses is None
+        if usable and hidden.is_cuda and hidden.requires_grad and unusable_reason() is None:
             return fused_cross_entropy(hidden, head.weight, head.bias, labels, z_loss)
         return linear_cross_entropy(hidden, head.weight, head.bias, labels, weights, z_loss, self.token_losses)

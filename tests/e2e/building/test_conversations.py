@@ -128,3 +128,20 @@ def test_fields_that_nobody_reads_are_named_everywhere_and_refused_on_demand(tok
     assert words in " ".join(CliRunner().invoke(main, plan, env={"COLUMNS": "300"}).output.split())
     with pytest.raises(PackError, match="line 1: holds 'images', which no option reads"):
         made(str(path), tokenizer_dir, tmp_path / "strict", strict_fields=True)
+
+
+def test_weights_lie_in_every_shard_and_none_is_lost(tokenizer_dir, tmp_path):
+    """Cutting takes the weights of first tokens alone: with documents that fit, their sum is that of the messages."""
+    path = tmp_path / "chats.jsonl"
+    weights = [0.25, 0.5, 1, 2, 0] * 8
+    records = [{"messages": [TALK[0], TALK[1] | {"weight": weight}]} for weight in weights]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    manifest = made(str(path), tokenizer_dir, tmp_path / "out", message_weights=True)
+    report = verify(tmp_path / "out", level="full")
+    audit_sources(str(tmp_path / "out"), (str(path),), report)
+    assert report.ok, report.problems
+    dataset = Dataset(tmp_path / "out")
+    answer = manifest["totals"]["targets"]["packed"] / 32  # trained tokens of each of the 32 answers that are
+    assert float(dataset.index.weight_sum.sum()) == answer * sum(weights)
+    assert {float(weight) for pack in dataset for weight in pack["loss_weights"]} == {0, 0.25, 0.5, 1, 2}
+    assert manifest["totals"]["documents"]["dropped"] == {"no_target": 8}

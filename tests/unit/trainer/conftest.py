@@ -39,14 +39,20 @@ def random_documents(number: int, longest: int, seed: int = 0, shortest: int = 2
 
 
 def write_dataset(
-    path: Path, sources: dict[str, list[Document]], seq_len: int, packer: str = "ffd", max_id: int = VOCAB - 1
+    path: Path,
+    sources: dict[str, list[Document]],
+    seq_len: int,
+    packer: str = "ffd",
+    max_id: int = VOCAB - 1,
+    weigh: Callable[[int], np.ndarray] | None = None,
 ) -> Dataset:
-    """Write a finished dataset, one window for each source."""
+    """Write a finished dataset, one window for each source; `weigh` gives the weights of that many tokens."""
     plan = make_plan(
         seq_len=seq_len,
         packer=packer,
         tokenizer={"digest": "0" * 64, "vocab_size": max_id + 1, "max_id": max_id},
         sources=[make_source(name) for name in sources],
+        loss_weights=weigh is not None,
     )
     store = LocalStore(path)
     store.create()
@@ -60,6 +66,9 @@ def write_dataset(
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             doc_ids=np.arange(len(documents), dtype=np.int64) + (window << 32),
         )
+        if weigh is not None:
+            weights = (weigh(len(tokens.input_ids)) * tokens.loss_mask).astype(np.float16)
+            tokens = tokens._replace(loss_weights=weights, loss_mask=(weights > 0).astype(np.uint8))
         segments = cut(lengths, seq_len, "split")
         rows = assemble_rows(tokens, segments, PACKERS[packer](segments.length, seq_len, seed=0), layout)
         counts = empty_counts()
@@ -112,8 +121,14 @@ def dataset(tmp_path: Path) -> Dataset:
 def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
     """Write a dataset from documents by source; the packer, if not ffd, last."""
 
-    def make(sources: dict[str, list[Document]], seq_len: int, packer: str = "ffd", name: str = "made") -> Dataset:
-        return write_dataset(tmp_path / f"{name}-{packer}", sources, seq_len, packer)
+    def make(
+        sources: dict[str, list[Document]],
+        seq_len: int,
+        packer: str = "ffd",
+        name: str = "made",
+        weigh: Callable[[int], np.ndarray] | None = None,
+    ) -> Dataset:
+        return write_dataset(tmp_path / f"{name}-{packer}", sources, seq_len, packer, weigh=weigh)
 
     return make
 

@@ -118,7 +118,7 @@ class TestText:
     @pytest.mark.parametrize("kind", ["text", "chat", "instruction"])
     @pytest.mark.parametrize("train_on", ["", " ", "assistant,", ",tool"])
     def test_roles_without_a_name_are_refused(self, encoder, kind, train_on):
-        with pytest.raises(PackError, match=f"--train-on: '{train_on}' holds an empty name; expected roles, such as"):
+        with pytest.raises(PackError, match=f"`train_on`: '{train_on}' holds an empty name; expected roles, such as"):
             make(encoder, [], kind=kind, train_on=train_on)
 
 
