@@ -208,13 +208,14 @@ class _Finder:
             if has_magic(path):
                 root, paths = glob_root(path), filesystem.glob(path)
             elif filesystem.isfile(path):
-                root, paths = os.path.dirname(path), [path]
+                root, paths = os.path.dirname(hide_secrets(path)), [path]
             else:
-                root, paths = path, filesystem.find(path)
+                root, paths = hide_secrets(path), filesystem.find(path)
         if not paths:
             where = hide_secrets(argument)
             raise SourceError(f"{where}: nothing there; expected a file or folder. Check the URL and the credentials.")
-        names = [hide_secrets(path)[len(root) :].lstrip("/") or os.path.basename(path) for path in paths]
+        shown = [hide_secrets(path) for path in paths]  # names are stored in the plan
+        names = [path[len(root) :].lstrip("/") or os.path.basename(path) for path in shown]
         found = list(zip(map(filesystem.unstrip_protocol, paths), names, strict=True))
         if len(found) == 1:
             return [_local(*found[0], options)]
@@ -291,10 +292,10 @@ def _local(location: str, name: str, options: RecordOptions) -> SourceFile:
     if kind is None:
         raise SourceError(
             f"{name}: cannot tell the format from its name; expected {', '.join(SUFFIXES)}, or those with .gz or .zst. "
-            + ("Decompress it, or compress it with gzip or zstd." if Path(name).suffix in FOREIGN else "Give --format.")
+            + ("Decompress it, or compress it with gzip or zstd." if Path(name).suffix in FOREIGN else "Give `format`.")
         )
     if kind not in FORMATS:
-        raise SourceError(f"--format: {kind!r}; expected one of {', '.join(FORMATS)}.")
+        raise SourceError(f"`format`: {kind!r}; expected one of {', '.join(FORMATS)}.")
     return _file(name, location, options, kind, compression)
 
 

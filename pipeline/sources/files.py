@@ -122,7 +122,7 @@ def reaching(location: str, name: str | None = None) -> Iterator[None]:
 def changed(name: str) -> SourceError:
     """Return the error for a file that changed while it was read."""
     return SourceError(
-        f"{name}: changed while it was read; expected the same bytes throughout. Build again with --overwrite."
+        f"{name}: changed while it was read; expected the same bytes throughout. Build again with `overwrite=True`."
     )
 
 

@@ -160,7 +160,7 @@ def refuse_own(directory: str, exclude: frozenset[str]) -> None:
     """
     if os.path.realpath(directory) in exclude:
         raise SourceError(
-            f"{directory}: is the output of this build; expected a corpus. Choose another SOURCE or --out."
+            f"{directory}: is the output of this build; expected a corpus. Choose another SOURCE or `out`."
         )
     if is_packed_dataset(directory):
         raise SourceError(

@@ -112,7 +112,7 @@ def text_of(record: dict[str, Any], path: str) -> str:
             above = ".".join(keys[:depth])
             raise BadRecord(f"field {path!r}: {above!r} is {name_of(value)}; expected an object with {key!r}")
         if key not in value:
-            flags = usual_flags(record) or "--text-field"
+            flags = usual_flags(record) or "`text_field`"
             raise BadRecord(f"no field {path!r}, {fields_of(record)}; expected the text there (see {flags})")
         value = value[key]
     return _text(value, path)
@@ -129,11 +129,12 @@ def fields_of(names: Collection[str]) -> str:
 
 
 def usual_flags(names: Collection[str]) -> str:
-    """Return the flags that read records of these fields, where they have their usual names; empty otherwise."""
+    """Return the options that read records of these fields, where they have their usual names; empty otherwise."""
     for name in ("messages", "conversations", "conversation"):
         if name in names:
-            return f"--messages-field {name}"
-    return "--prompt-field prompt --completion-field completion" if {"prompt", "completion"} <= {*names} else ""
+            return f'`messages_field="{name}"`'
+    both = {"prompt", "completion"} <= {*names}
+    return '`prompt_field="prompt"` and `completion_field="completion"`' if both else ""
 
 
 def excerpt(raw: Any, limit: int) -> str:

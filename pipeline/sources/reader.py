@@ -204,7 +204,7 @@ class WindowReader:
     def _refuse(self, index: int, where: str, reason: str, raw: Any) -> None:
         if self.on_error == "fail":
             end = "" if reason.endswith(".") else ". Fix the record."
-            raise SourceError(f"{where}: {reason}{end} Or use --on-error skip.")
+            raise SourceError(f'{where}: {reason}{end} Or use `on_error="skip"`.')
         kept = excerpt(raw, max(200, min(KEPT_CHARS, WINDOW_CHARS - self._kept_chars)))
         self._kept_chars += len(kept)
         self.rejected.append(Rejected(index, where, reason, kept))

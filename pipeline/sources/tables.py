@@ -195,7 +195,7 @@ def text_column(schema: Any, name: str, text_field: str) -> str:
     for column in (text_field, text_field.split(".")[0]):
         if column in schema.names:
             return column
-    flags = usual_flags(schema.names) or "--text-field"
+    flags = usual_flags(schema.names) or "`text_field`"
     raise SourceError(
         f"{name}: no column {text_field!r}, {fields_of(schema.names)}; expected the text there. See {flags}."
     )

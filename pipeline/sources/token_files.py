@@ -53,7 +53,7 @@ def open_tokens(location: str, name: str, kind: str, options: RecordOptions) -> 
         if kind == "bin":
             return TokenFile(_mapped(location, name, np.dtype(options.token_type)), None)
         try:
-            ids = np.load(location, mmap_mode="r", allow_pickle=False)
+            ids = np.lib.format.open_memmap(location, mode="r")
         except (ValueError, EOFError) as error:
             raise SourceError(f"{name}: cannot be read as .npy ({error}). Write the file again.") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

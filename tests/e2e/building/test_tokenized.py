@@ -231,6 +231,10 @@ def test_broken_files_of_ids_are_named(tmp_path, pack):
     (tmp_path / "b.npy").write_bytes((tmp_path / "b.npy").read_bytes()[:-20])
     with pytest.raises(PackError, match=r"b\.npy: cannot be read as \.npy"):
         pack(tmp_path / "b.npy", eos_id=5)
+    np.savez(tmp_path / "z", np.arange(5))
+    (tmp_path / "z.npz").rename(tmp_path / "z.npy")
+    with pytest.raises(PackError, match=r"z\.npy: cannot be read as \.npy"):
+        pack(tmp_path / "z.npy", eos_id=5)
     np.save(tmp_path / "c.npy", np.zeros(9))
     with pytest.raises(PackError, match=r"c\.npy: holds float64"):
         pack(tmp_path / "c.npy", eos_id=5)

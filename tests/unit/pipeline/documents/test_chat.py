@@ -505,8 +505,8 @@ def test_a_turn_that_the_template_rewrites_has_no_end_of_its_own(encoder):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"conversations": []}, "no field 'messages', only 'conversations'.*--messages-field conversations"),
-        ({"prompt": "a", "completion": "b"}, "no field 'messages'.*Use --prompt-field prompt --completion-field"),
+        ({"conversations": []}, "no field 'messages', only 'conversations'.*`messages_field=.conversations"),
+        ({"prompt": "a", "completion": "b"}, "no field 'messages'.*Use `prompt_field=.prompt.` and `completion_field="),
         ({"text": "a"}, "no field 'messages', only 'text'.*Name the field with --messages-field"),
         ({"messages": None}, "field 'messages' is null; expected a list of messages"),
         ({"messages": "Hi"}, "field 'messages' is text .'Hi'.; expected a list of messages"),

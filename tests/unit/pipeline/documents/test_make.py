@@ -199,7 +199,7 @@ class TestInstruction:
         ("record", "message"),
         [
             ({"prompt": "a", "answer": "b"}, "no field 'completion', only 'prompt', 'answer'.*--completion-field"),
-            ({"messages": []}, "no field 'prompt', only 'messages'.*Use --messages-field messages"),
+            ({"messages": []}, "no field 'prompt', only 'messages'.*Use `messages_field=.messages"),
             ({"prompt": "a", "completion": None}, "field 'completion' is null; expected text"),
             ({"prompt": 3, "completion": "b"}, "field 'prompt' is a number .3.; expected text or a list of messages"),
         ],

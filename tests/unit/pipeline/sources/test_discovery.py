@@ -106,7 +106,7 @@ def test_a_directory_without_anything_to_read_says_what_it_left_out(tmp_path):
 def test_the_format_can_be_said_where_names_do_not_tell(tmp_path, read_all):
     (tmp_path / "data.log").write_bytes(jsonl(["x"]))
     assert read_all(resolve_sources([str(tmp_path / "data.log")], RecordOptions(format="jsonl"))) == ["x"]
-    with pytest.raises(SourceError, match="--format: 'xml'; expected one of jsonl"):
+    with pytest.raises(SourceError, match="`format`: 'xml'; expected one of jsonl"):
         resolve_sources([str(tmp_path / "data.log")], RecordOptions(format="xml"))
 
 

@@ -159,7 +159,7 @@ def test_a_value_can_be_refused_later_on(tmp_path):
     reader.on_error = "fail"
     with pytest.raises(SourceError, match=r"^a\.jsonl, line 4: odd\. Fix the record"):
         batch.reject(3, "odd")
-    with pytest.raises(SourceError, match=r": odd\. Fix it\. Or use --on-error skip\.$"):
+    with pytest.raises(SourceError, match=r": odd\. Fix it\. Or use `on_error=.skip.`\.$"):
         batch.reject(3, "odd. Fix it.")
 
 
@@ -194,7 +194,7 @@ def test_records_of_another_kind_name_the_flags_that_read_them(tmp_path, form):
     if form == "parquet":
         pq.write_table(pa.Table.from_pylist([json.loads(content)]), tmp_path / "a.parquet")
         content = (tmp_path / "a.parquet").read_bytes()
-    with pytest.raises(SourceError, match=r"only 'conversations'; expected the text there.*--messages-field conv"):
+    with pytest.raises(SourceError, match=r"only 'conversations'; expected the text there.*`messages_field=.conv"):
         read(content, tmp_path, RecordOptions(), on_error="fail", name=f"a.{form}")
 
 
@@ -255,7 +255,7 @@ def test_a_column_of_another_type_is_bad_row_by_row(tmp_path):
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 def test_a_table_without_the_column_is_no_matter_of_records(tmp_path, on_error):
     pq.write_table(pa.table({"body": ["a"], "id": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(SourceError, match=r"a\.parquet: no column 'text', only 'body', 'id'; .* --text-field"):
+    with pytest.raises(SourceError, match=r"a\.parquet: no column 'text', only 'body', 'id'; .* `text_field`"):
         read((tmp_path / "x.parquet").read_bytes(), tmp_path, name="a.parquet", on_error=on_error)
 
 

@@ -43,6 +43,14 @@ def test_a_file_is_read_from_a_web_server(tmp_path, read_all):
         sources = resolve_sources([f"http://127.0.0.1:{server.server_port}/a.jsonl"], OPTIONS)
         assert [file.name for file in sources[0].files] == ["a.jsonl"]
         assert read_all(sources) == ["<a href='b.jsonl'>a link</a>"]
+        signed = f"http://me:secret@127.0.0.1:{server.server_port}/a.jsonl?X-Signature=abc/def"
+        (source,) = resolve_sources([signed.replace("me:secret@", "")], OPTIONS)
+        assert [file.as_plan()["name"] for file in source.files] == ["a.jsonl"]
+        assert read_all([source]) == ["<a href='b.jsonl'>a link</a>"]
+        with pytest.raises(SourceError) as caught:
+            resolve_sources([signed.replace("a.jsonl", "none.jsonl")], OPTIONS)
+        assert "none.jsonl" in str(caught.value)
+        assert not any(secret in str(caught.value) for secret in ("secret", "abc", "def/"))
         server.shutdown()
 
 
