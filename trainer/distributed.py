@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shards.errors import PackError
 from trainer.model.loss import unwrap
@@ -102,17 +104,48 @@ class Parallel:
     "Context of a micro-batch whose gradients wait for the next one."
 
 
-def parallelize(module: nn.Module, model: nn.Module, world: World, shard: str, dtype: str) -> Parallel:
+def make_mesh(world: World) -> DeviceMesh:
+    """Return the mesh over which FSDP2 slices a model.
+
+    Raises:
+        PackError: There is one process.
+    """
+    if not dist.is_initialized():
+        raise PackError(
+            '`shard="full"`: there is one process; expected several. Start it with torchrun --nproc-per-node N.'
+        )
+    return init_device_mesh(world.device.type, (world.size,))
+
+
+@contextmanager
+def in_turn(world: World) -> Iterator[None]:
+    """Let the processes of one machine do something one after another, so that its memory holds what it takes once.
+
+    With three processes the second waits at one barrier, works, and waits at two: the first has worked before its
+    first barrier, the third works after its second.
+    """
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    turn = int(os.environ.get("LOCAL_RANK", world.rank)) % size
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    for _ in range(turn):
+        dist.barrier(group)
+    yield
+    for _ in range(turn, size):
+        dist.barrier(group)
+
+
+def parallelize(module: nn.Module, model: nn.Module, world: World, mesh: DeviceMesh | None, dtype: str) -> Parallel:
     """Spread a model over the processes.
 
     Args:
         module: What the loop calls; holds `model`.
-        model: The transformers model inside.
-        shard: "none" for DDP, "full" for FSDP2.
+        model: The transformers model inside; with a mesh it may be in host memory, and goes to the device layer by
+            layer, each process keeping its slice.
+        mesh: For FSDP2; None for DDP.
         dtype: The run's dtype: under "bf16" FSDP2 casts each layer as it gathers it, and reduces in fp32.
     """
-    if shard == "full":
-        return _fully_sharded(module, model, dtype, world)
+    if mesh is not None:
+        return _fully_sharded(module, model, dtype, mesh)
     if world.size == 1:
         return Parallel(module, nullcontext)
     from torch.nn.parallel import DistributedDataParallel
@@ -122,15 +155,9 @@ def parallelize(module: nn.Module, model: nn.Module, world: World, shard: str, d
     return Parallel(ddp, ddp.no_sync)
 
 
-def _fully_sharded(module: nn.Module, model: nn.Module, dtype: str, world: World) -> Parallel:
-    from torch.distributed.device_mesh import init_device_mesh
+def _fully_sharded(module: nn.Module, model: nn.Module, dtype: str, mesh: DeviceMesh) -> Parallel:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if not dist.is_initialized():
-        raise PackError(
-            "`shard` full: there is one process; expected several. Start it with torchrun --nproc-per-node N."
-        )
-    mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if dtype == "bf16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )

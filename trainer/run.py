@@ -21,7 +21,7 @@ from shards.errors import counted
 from shards.lock import Lock
 from trainer.checks import check_datasets, check_fit
 from trainer.config import TrainConfig
-from trainer.distributed import Parallel, World, layers_of, parallelize
+from trainer.distributed import Parallel, World, in_turn, layers_of, make_mesh, parallelize
 from trainer.loader import PackLoader
 from trainer.metrics import Metrics, check_outputs, cost_of
 from trainer.model.adapters import add_adapters, freeze
@@ -145,10 +145,12 @@ def load(settled: Settled) -> Run:
         PackError: The model does not fit datasets or settings.
     """
     config, world, start = settled.config, settled.world, settled.start
-    lm, cost, notes = build_model(config, world, [settled.dataset, *settled.eval_datasets.values()])
+    mesh = make_mesh(world) if config.shard == "full" else None
+    with nullcontext() if mesh is None else in_turn(world):
+        lm, cost, notes = build_model(config, world, [settled.dataset, *settled.eval_datasets.values()])
+        parallel = parallelize(lm, lm.model, world, mesh, config.dtype)
     notes += _track_sources(settled.loader, lm, config)
     settled.loader.sliding_window, settled.loader.rectangles = cost.sliding_window, lm.needs_rectangles
-    parallel = parallelize(lm, lm.model, world, config.shard, config.dtype)
     optimizer = build_optimizer(lm.model, config)
     torch.manual_seed(config.seed * 1_000_003 + world.rank + 1)  # dropout differs between processes
     start.load(settled.checkpoints, lm.model, optimizer)
@@ -211,6 +213,7 @@ def build_model(config: TrainConfig, world: World, datasets: list[Dataset]) -> t
         liger=config.liger,
         device=world.device,
         packed=any(dataset.packer != "bucketed" for dataset in datasets),
+        host=config.shard == "full",  # no device need hold the whole model
     )
     notes = list(loaded.notes)
     for dataset in datasets:

@@ -144,7 +144,7 @@ def rehearse(job: dict) -> dict:
         interval = LogInterval(torch.zeros((), device=DEVICE))
         run = dataclasses.replace(
             run, world=world, optimizer=optimizer, bad_step=torch.full((), -1, device=DEVICE),
-            parallel=parallelize(run.lm, run.model, world, "none", config.dtype),
+            parallel=parallelize(run.lm, run.model, world, None, config.dtype),
         )  # fmt: skip
         with closing(run.loader.forever()) as batches:
             for _ in range(3):

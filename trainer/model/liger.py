@@ -17,6 +17,8 @@ from shards.errors import ModelError
 from trainer.model.backends import import_reason
 from trainer.model.isolation import large_weights, logits_of_a_row
 
+IN_PLACE = "liger kernels: in place"
+
 
 def unusable_reason() -> str | None:
     """Return why liger-kernel cannot be used: it is not installed, or cannot be imported."""
@@ -43,7 +45,7 @@ def replace_layers(model: Any, mode: str, device: torch.device, *, random: bool 
     else:
         reason = unusable_reason() or _replace(model, random)
     if reason is None:
-        return ["liger kernels: in place"]
+        return [IN_PLACE]
     if mode == "on":
         raise ModelError(f'`liger="on"`: {reason}; expected a model that it serves. Use `liger="auto"`.')
     return [f"liger kernels: passed over, {reason}"]
@@ -51,14 +53,14 @@ def replace_layers(model: Any, mode: str, device: torch.device, *, random: bool 
 
 def _replace(model: Any, random: bool) -> str | None:
     """Put the layers in; where they change the logits, take them out again and return the reason."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return f"liger-kernel does not know models of type {model.config.model_type}"
     with torch.no_grad(), large_weights(model, random):
         undo = _snapshot(model)
         before = logits_of_a_row(model)
-        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+        put_in(model)
         off = float((logits_of_a_row(model) - before).abs().mean() / before.std())
     exact = next(model.parameters()).dtype == torch.float32
     if off <= (5e-3 if exact else 5e-2):  # TF32 and bf16 round otherwise
@@ -66,6 +68,13 @@ def _replace(model: Any, random: bool) -> str | None:
     undo()
     activation = getattr(model.config.get_text_config(), "hidden_act", None)
     return f"its layers change the model's logits by {off:.1e} of their spread (activation {activation})"
+
+
+def put_in(model: Any) -> None:
+    """Put liger's layers into a model of a type that it knows, unchecked."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
 
 
 def _snapshot(model: nn.Module) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from trainer.model.attention import IMPLEMENTATION, register
 from trainer.model.backends import Backends, pick_backends
 from trainer.model.experts import follow_autocast
 from trainer.model.isolation import ModelReport, inspect_model, position_limit, refusal, sees_ahead
-from trainer.model.liger import replace_layers
+from trainer.model.liger import IN_PLACE, put_in, replace_layers
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _WEIGHTS = ("*.safetensors*", "*.bin*")
@@ -148,6 +148,7 @@ def load_model(
     liger: str = "auto",
     device: torch.device | str = "cpu",
     packed: bool = True,
+    host: bool = False,
 ) -> LoadedModel:
     """Load a causal language model, prove it safe on packed rows, and choose its attention backend.
 
@@ -159,6 +160,8 @@ def load_model(
         liger: `auto`, `on` or `off`: liger's layers in place of the model's own, on a GPU.
         packed: Whether rows hold several documents. If not, a model refused for packed rows is loaded with its native
             attention, which is right for rectangles of right-padded rows.
+        host: Leave the weights in host memory, for whoever moves them to the device part by part; all else is chosen
+            for `device`.
 
     Raises:
         ModelError: The model cannot be loaded, is not safe on packed rows, or the backend cannot serve it.
@@ -166,16 +169,20 @@ def load_model(
     register()
     follow_autocast()
     device, random = torch.device(device), Path(name).suffix == ".json"
+    place = torch.device("cpu") if host else device
     config = load_config(name)
     reason = refusal(config)
     report = ModelReport(name=name, model_type=config.model_type, reason=reason)
     if reason is None:
         notes = _without_attention_dropout(config)
-        model = _build(name, config, dtype, device, IMPLEMENTATION, random=random)
-        notes += replace_layers(model, liger, device, random=random)
+        model = _build(name, config, dtype, place, IMPLEMENTATION, random=random)
+        if not host:
+            notes += replace_layers(model, liger, device, random=random)
         report = inspect_model(model, name, random=random)
+        if host:  # after the probe: these layers run on the device alone
+            notes += _replace_layers_on_host(model, name, liger, device, dtype)
     if report.accepted:
-        needs = [replace(each, dtype=compute_dtype or dtype) for each in report.needs]
+        needs = [replace(each, dtype=compute_dtype or dtype, device=device) for each in report.needs]
         backend, lines = pick_backends(attention, needs, prove=True)
         return LoadedModel(
             model=model.train(), backend=backend, report=report, notes=[*report.ways, *notes, *lines, *report.notes]
@@ -184,7 +191,7 @@ def load_model(
         causal = not getattr(config.get_text_config(), "is_encoder_decoder", False)  # no dataset helps those
         advice = "Use another model" + (", or if it is causal, a bucketed dataset." if causal else ".")
         raise ModelError(f"{name} ({report.model_type}): the model {report.reason}. {advice}")
-    model = _build(name, load_config(name), dtype, device, "eager", random=random)
+    model = _build(name, load_config(name), dtype, place, "eager", random=random)
     if sees_ahead(model):
         raise ModelError(
             f"{name} ({report.model_type}): its attention is not causal; expected a causal language model."
@@ -195,6 +202,24 @@ def load_model(
     report.max_positions, report.position_limit = position_limit(model)
     note = f"rows hold one document each and run on native attention: the model {report.reason}"
     return LoadedModel(model=model.train(), backend=None, report=report, notes=[note])
+
+
+def _replace_layers_on_host(model: Any, name: str, mode: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Put liger's layers into a model in host memory, if they are right in a small copy of it on the device.
+
+    Returns:
+        One line that says what was done.
+
+    Raises:
+        ModelError: As `replace_layers`.
+    """
+    if device.type != "cuda" or mode == "off":
+        return replace_layers(model, mode, device)
+    small = _build(name, _sampled(model.config), dtype, device, IMPLEMENTATION, random=True)
+    lines = replace_layers(small, mode, device, random=True)
+    if lines == [IN_PLACE]:
+        put_in(model)
+    return lines
 
 
 def checkpoint_activations(model: Any) -> None:

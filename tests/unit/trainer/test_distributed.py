@@ -1,10 +1,13 @@
-"""Which device a process takes."""
+"""Which device a process takes, and when processes wait for each other."""
+
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shards import PackError
-from trainer.distributed import start
+from trainer.distributed import World, in_turn, start
 
 
 @pytest.fixture
@@ -34,3 +37,29 @@ def test_one_device_for_several_processes_is_refused(gpus, monkeypatch):
 def test_a_device_that_is_none_is_refused(gpus, device):
     with pytest.raises(PackError, match="expected cuda, cuda:N or cpu"):
         start(device)
+
+
+def test_processes_of_a_machine_take_turns(monkeypatch):
+    """What each needs of host memory is there once, not once for each."""
+    size, inside, most, order = 4, 0, 0, []
+    barrier = threading.Barrier(size, timeout=30)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(dist, "barrier", lambda _: barrier.wait())
+
+    def process(rank: int) -> None:
+        nonlocal inside, most
+        with in_turn(World(rank=rank, size=size, device=torch.device("cpu"))):
+            inside += 1
+            most = max(most, inside)
+            order.append(rank)
+            inside -= 1
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in reversed(range(size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert order == [0, 1, 2, 3]
+    assert most == 1

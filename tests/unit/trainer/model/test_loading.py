@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shards.errors import ModelError
 from trainer.model import isolation as guard
-from trainer.model import unflatten
+from trainer.model import loading, unflatten
 from trainer.model.backends import ATTENTION_BACKENDS, Backend
 from trainer.model.loading import check_model, check_segments, check_vocabulary, load_config, load_model
 from trainer.model.loss import PackedLM
@@ -586,3 +586,19 @@ def test_experts_are_probed_also_where_they_come_after_dense_layers_and_are_chos
 def test_a_window_as_long_as_the_positions_is_none(config: Write) -> None:
     report = check_model(config("phimoe", **EXPERTS, sliding_window=64))
     assert report.ways == ["PhimoeAttention (heads of 8), 2 layers: packed attention"]
+
+
+def test_a_model_for_sharding_stays_in_host_memory_while_all_else_is_chosen_for_its_device(model_config, monkeypatch):
+    """What does not fit one device can be trained on several: none of them ever holds it whole."""
+    built, build = [], loading._build
+
+    def noting(name: str, config: object, dtype: torch.dtype, device: torch.device, *rest: object, **more: object):
+        built.append((config.num_hidden_layers, str(device)))
+        return build(name, config, dtype, device, *rest, **more)
+
+    monkeypatch.setattr(loading, "_build", noting)
+    loaded = load_model(model_config(), device="cpu:0", host=True)
+    assert built == [(2, "cpu")]
+    assert {each.device for each in loaded.model.parameters()} == {torch.device("cpu")}
+    load_model(model_config(), device="cpu:0")
+    assert built[1:] == [(2, "cpu:0")]
