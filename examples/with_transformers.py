@@ -7,6 +7,7 @@ collator. And the loss is divided by the targets of the whole step, which the Tr
 
 import sys
 
+import torch
 from transformers import Trainer, TrainingArguments
 
 from shards import Dataset
@@ -16,9 +17,10 @@ from trainer import PackedCollator, load_model
 def train(dataset: str, model: str, out: str, **arguments: object) -> Trainer:
     """Train and return the trainer; `arguments` go to TrainingArguments."""
     net = load_model(model).model
+    settings = {"bf16": torch.cuda.is_available()}  # in fp32 a GPU has no kernel for packed rows, but a slow loop
     trainer = Trainer(
         model=net,
-        args=TrainingArguments(output_dir=out, remove_unused_columns=False, **arguments),
+        args=TrainingArguments(output_dir=out, remove_unused_columns=False, **settings | arguments),
         train_dataset=Dataset(dataset),
         data_collator=PackedCollator(net),
     )
