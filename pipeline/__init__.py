@@ -7,8 +7,10 @@ if TYPE_CHECKING:
     from pipeline.building.driver import BuildResult as BuildResult
     from pipeline.building.driver import build as build
     from pipeline.building.progress import Progress as Progress
+    from pipeline.building.repack import repack as repack
     from pipeline.config import BuildConfig as BuildConfig
     from pipeline.config import RecordOptions as RecordOptions
+    from pipeline.config import RepackConfig as RepackConfig
     from pipeline.documents.encoder import Encoder as Encoder
     from pipeline.estimate.advisor import estimate_corpus as estimate_corpus
     from pipeline.packing.packers import PACKERS as PACKERS
@@ -24,14 +26,16 @@ _HOMES = {
     "Encoder": "pipeline.documents.encoder",
     "Progress": "pipeline.building.progress",
     "RecordOptions": "pipeline.config",
+    "RepackConfig": "pipeline.config",
     "build": "pipeline.building.driver",
     "estimate_corpus": "pipeline.estimate.advisor",
     "inspect": "pipeline.report.inspection",
     "pack": "pipeline.packing.packers",
+    "repack": "pipeline.building.repack",
 }
 __all__ = [
-    "PACKERS", "Bins", "BuildConfig", "BuildResult", "Encoder", "Progress", "RecordOptions", "__version__", "build",
-    "estimate_corpus", "inspect", "pack",
+    "PACKERS", "Bins", "BuildConfig", "BuildResult", "Encoder", "Progress", "RecordOptions", "RepackConfig",
+    "__version__", "build", "estimate_corpus", "inspect", "pack", "repack",
 ]  # fmt: skip
 
 

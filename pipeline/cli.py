@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from pipeline.config import BuildConfig, RecordOptions
+from pipeline.config import BuildConfig, RecordOptions, RepackConfig
 from pipeline.recipe import kind_of, read_template, refuse_idle, source_options
 from shards.errors import PackError, counted
 from shards.settings import Setting, check_settings, format_settings, parse_mix, read_settings, settings_of
@@ -306,6 +306,40 @@ def build(as_json: bool, progress: bool | None, source: Any, **settings: Any) ->
         except KeyboardInterrupt:
             shown.on_message(f"{out}: stopped; the windows that are done are kept. Add --resume to continue.")
             raise SystemExit(130) from None
+    _print_result(result, as_json)
+
+
+@main.command()
+@click.argument("dataset", required=False, metavar="DATASET", type=click.Path())
+@options_of(RepackConfig, omit=("dataset",))
+@click.option("--progress/--no-progress", default=None, help="Progress on stderr. [default: on a terminal]")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest's figures as JSON.")
+@settings_file(RepackConfig, positional="dataset")
+def repack(as_json: bool, progress: bool | None, **settings: Any) -> None:
+    """Pack a dataset's documents anew, without tokenizing.
+
+    What is not given stays as it is in DATASET. Where its build lost nothing, the result is the dataset that pack build
+    would make of the corpus with these settings, byte for byte.
+
+    \b
+    Example:
+      pack repack data/corpus --seq-len 16384 --out data/corpus-16k
+    """
+    from pipeline.building.progress import RichProgress
+    from pipeline.building.repack import repack as run_repack
+
+    config = RepackConfig(**settings)
+    with RichProgress(progress) as shown:
+        try:
+            result = run_repack(config, shown)
+        except KeyboardInterrupt:
+            shown.on_message(f"{config.out}: stopped; the windows that are done are kept. Add --resume to continue.")
+            raise SystemExit(130) from None
+    _print_result(result, as_json)
+
+
+def _print_result(result: Any, as_json: bool) -> None:
+    """Print what a build or a repacking made."""
     manifest = result.manifest
     if as_json:
         figures = manifest or {"plan_id": result.plan_id, "unfinished": result.unfinished}
@@ -313,7 +347,7 @@ def build(as_json: bool, progress: bool | None, source: Any, **settings: Any) ->
     elif manifest is not None:
         from pipeline.report.dataset import summary_lines
 
-        say("\n".join(map(printable, summary_lines(dict(manifest), out))))
+        say("\n".join(summary_lines(dict(manifest), result.path)))
 
 
 @main.command()

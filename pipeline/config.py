@@ -191,3 +191,34 @@ class BuildConfig:
         if match is None or not 0 <= int(match[1]) < int(match[2]):
             raise PackError(f"`windows`: {self.windows!r}; expected i::n with 0 <= i < n, such as 3::16.")
         return range(int(match[1]), number, int(match[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepackConfig:
+    """One `pack repack`; what is not given is as in the dataset."""
+
+    dataset: Annotated[str | Path, "Dataset directory."]
+    out: Annotated[str | Path, "Directory of the new dataset, or an fsspec URL."]
+    seq_len: Annotated[int | None, "Capacity of a pack, in tokens."] = None
+    packer: Annotated[Packer | None, "How segments share packs."] = None
+    max_segments: Annotated[int | None, "Maximum number of segments in one pack."] = None
+    seed: Annotated[int | None, "Seed of every random choice."] = None
+    overlong: Annotated[
+        Literal["auto", "split", "truncate", "truncate-turns", "drop", "error"] | None,
+        "Documents longer than seq-len.",
+    ] = None
+    align: Annotated[int, "Pad each segment to a multiple of so many tokens, for context or tensor parallelism."] = 1
+    resume: Annotated[bool, "Continue an interrupted run."] = False
+    overwrite: Annotated[bool, "Remove an older dataset there first."] = False
+
+    def __post_init__(self) -> None:
+        set_path(self, "dataset", "out")
+        check_choices(self)
+        if self.seq_len is not None and not 2 <= self.seq_len <= MAX_SEQ_LEN:
+            raise PackError(f"`seq_len`: {self.seq_len:,}; expected 2 to {MAX_SEQ_LEN:,} tokens.")
+        for name in ("max_segments", "align"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PackError(f"`{name}`: {value}; expected at least 1.")
+        if self.resume and self.overwrite:
+            raise PackError("`resume=True` and `overwrite=True`: choose one.")

@@ -103,18 +103,20 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
         # another build of this plan that ends first clears the unpublished files of all
         if isinstance(error, FileNotFoundError) and (finished := finished_dataset(store, job)) is not None:
             return BuildResult(path=job.out, plan_id=job.plan_id, manifest=finished)
-        raise _explain(error, job.out) from error
+        raise explain_failure(error, job.out) from error
     except MemoryError as error:
-        raise PackError(
-            f"{job.out}: out of memory; the windows that are done are kept. "
-            "Run the same command with `resume=True` and fewer `workers`."
-        ) from error
+        raise explain_failure(error, job.out) from error
     finally:
         store.prune()
 
 
-def _explain(error: Exception, out: str) -> PackError:
-    """Say what an operating system's error means for a build."""
+def explain_failure(error: Exception, out: str) -> PackError:
+    """Say what a failing system means for what is written to `out`."""
+    if isinstance(error, MemoryError):
+        return PackError(
+            f"{out}: out of memory; the windows that are done are kept. "
+            "Run the same command with `resume=True` and fewer `workers`."
+        )
     number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
     if number in (errno.ENOTDIR, errno.EEXIST):
         return PackError(f"{out}: is a file, or lies in one; expected a directory. Choose another `out`.")

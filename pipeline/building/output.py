@@ -11,18 +11,18 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import xxhash
 
 from pipeline.building.sidecars import CommittedWindow, committed_window
-from pipeline.building.window import Job
 from pipeline.config import BuildConfig
 from pipeline.documents.tokenizer import FILES
+from pipeline.sources.windows import Source
 from shards import lock
 from shards.errors import FormatError, PackError
 from shards.manifest import INDEX_FILE, Manifest, datasets_files
-from shards.plan import FORMAT, differences, parse_plan, plan_id
+from shards.plan import FORMAT, Plan, differences, parse_plan, plan_id
 from shards.publish import TMP, Store, canonical
 from shards.reader import list_shards, parse_manifest
 from shards.sidecar import read_sidecar, sidecar_name
@@ -57,6 +57,36 @@ class OutputState:
     "Content of the files for `datasets` and of the tokenizer's, by name in the dataset."
     windows: Mapping[int, CommittedWindow]
     "The windows whose sidecar is intact."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for, beside the plan."""
+
+    resume: bool = False
+    overwrite: bool = False
+    windows: str | None = None
+    finalize: bool = False
+
+
+class Work(Protocol):
+    """What is to be written there; a build's job, for one."""
+
+    @property
+    def plan(self) -> Plan:
+        """What determines the bytes."""
+
+    @property
+    def plan_id(self) -> str:
+        """Its identity."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The corpus; empty where none is read."""
+
+    @property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Content of the files in tokenizer/, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +144,7 @@ def _read_manifest(store: Store) -> tuple[Manifest | None, list[ShardFiles]]:
         return None, []
 
 
-def decide(state: OutputState, config: BuildConfig, job: Job) -> Decision:
+def decide(state: OutputState, config: BuildConfig | Request, job: Work) -> Decision:
     """Say what a build does with what is there.
 
     Raises:
@@ -155,7 +185,7 @@ def decide(state: OutputState, config: BuildConfig, job: Job) -> Decision:
     return Decision(action="continue", remove=("manifest.json",) if damaged else ())
 
 
-def _decide_without_plan(state: OutputState, config: BuildConfig) -> Decision:
+def _decide_without_plan(state: OutputState, config: BuildConfig | Request) -> Decision:
     if state.manifest is not None:
         if not config.overwrite:
             raise PackError(
@@ -174,7 +204,7 @@ def _decide_without_plan(state: OutputState, config: BuildConfig) -> Decision:
     return Decision(action="start")
 
 
-def prepare(store: Store, state: OutputState, decision: Decision, job: Job) -> None:
+def prepare(store: Store, state: OutputState, decision: Decision, job: Work) -> None:
     """Make the directory hold this plan: remove what was decided, then write the plan and after it the tokenizer."""
     for name in decision.remove:
         store.remove(name)
@@ -250,7 +280,7 @@ def _listed(state: OutputState) -> set[str]:
     return listed | {f"tokenizer/{name}" for name in tokenizer}
 
 
-def _is_complete(state: OutputState, job: Job, manifest: Manifest) -> bool:
+def _is_complete(state: OutputState, job: Work, manifest: Manifest) -> bool:
     """Whether the small files beside whole shards are as they were written; if not, the commit is done again."""
     contents = datasets_files(job.plan, manifest["dataset_id"], [shard.file for shard in state.shards])
     expected = {name: canonical(content) for name, content in contents.items()}
@@ -261,7 +291,7 @@ def _is_complete(state: OutputState, job: Job, manifest: Manifest) -> bool:
     )
 
 
-def _another_build(state: OutputState, config: BuildConfig, changes: list[str]) -> PackError:
+def _another_build(state: OutputState, config: BuildConfig | Request, changes: list[str]) -> PackError:
     more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
     remove = "remove what is there" if config.windows or config.finalize else "add `overwrite=True`"
     return PackError(
@@ -270,7 +300,7 @@ def _another_build(state: OutputState, config: BuildConfig, changes: list[str]) 
     )
 
 
-def reads_stdin(job: Job) -> bool:
+def reads_stdin(job: Work) -> bool:
     """Whether a source is standard input, which can be read once."""
     return any(file.location == "-" for source in job.sources for file in source.files)
 
@@ -287,7 +317,7 @@ def whole_manifest(state: OutputState) -> Manifest | None:
     return manifest if whole else None
 
 
-def finished_dataset(store: Store, job: Job) -> Manifest | None:
+def finished_dataset(store: Store, job: Work) -> Manifest | None:
     """Return the manifest of this plan's whole dataset, if another builder of the plan was faster."""
     manifest = whole_manifest(read_output(store))
     return manifest if manifest is not None and manifest["plan_id"] == job.plan_id else None

@@ -56,7 +56,7 @@ def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_argument(changes, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "prose"}, "`kind`: 'prose'; expected one of text, chat, instruction."),
+        ({"kind": "prose"}, "`kind`: 'prose'; expected one of text, chat, instruction, tokens."),
         ({"overlong": "cut"}, "`overlong`: 'cut'; expected one of auto, split, truncate, truncate-turns, drop, error."),
         ({"truncate_side": "top"}, "`truncate_side`: 'top'; expected one of right, left."),
         ({"text_unit": "word"}, "`text_unit`: 'word'; expected one of file, line."),
