@@ -235,7 +235,7 @@ class Dataset:
     def shard_of(self, pack: int) -> tuple[ShardEntry, int]:
         """Return the entry of the shard that holds `pack`, and the pack's row in it."""
         entry: ShardEntry = self.shards[self._number(pack)]
-        return entry, pack - int(self.shards.columns["first_pack"][entry["window"]])
+        return entry, pack - self.shards.first_packs[entry["window"]]
 
     def _number(self, pack: int) -> int:
         if not 0 <= pack < len(self):
@@ -265,7 +265,7 @@ class Dataset:
     def _row_check(self, entry: ShardEntry) -> Check:
         """Return what checks the batches of a shard; it holds no reference to the dataset, which holds the shard."""
         layout, index, path, limit = self.layout, self.index, self.path / entry["file"], self.max_token_id + 1
-        window, first = entry["window"], int(self.shards.columns["first_pack"][entry["window"]])
+        window, first = entry["window"], self.shards.first_packs[entry["window"]]
 
         def check(batch: ArrowBatch, begin: int) -> None:
             entries = index.take(slice(first + begin, first + begin + batch.num_rows)).columns()
@@ -279,7 +279,7 @@ class Dataset:
     def _locate(self, pack: int) -> tuple[ArrowBatch, int]:
         """Return the batch that holds a pack, checked, and the pack's row in it."""
         number = self._number(pack)
-        shard, row = self._shard(number), pack - int(self.shards.columns["first_pack"][number])
+        shard, row = self._shard(number), pack - self.shards.first_packs[number]
         place = shard.batch_of(row)
         return shard.batch(place), row - shard.starts[place]
 
@@ -328,7 +328,7 @@ class Dataset:
         """Start reading the given packs from disk, without waiting."""
         for pack in packs:
             number = self._number(int(pack))
-            self._shard(number).advise([int(pack) - int(self.shards.columns["first_pack"][number])])
+            self._shard(number).advise([int(pack) - self.shards.first_packs[number]])
 
 
 def _check_sizes(path: Path, shards: ShardList) -> None:

@@ -304,3 +304,14 @@ def test_a_fault_in_the_thread_reaches_the_loop(dataset, monkeypatch):
     with pytest.raises(PackError, match="shard 3 is gone"):
         for _ in batches:
             pass
+
+
+def test_a_flipped_bit_in_a_token_stops_the_loader_before_the_first_batch_of_its_shard(dataset):
+    entry = dataset.shards[0]
+    ids = dataset[0]["input_ids"][:8].copy()
+    file = dataset.path / entry["file"]
+    data = bytearray(file.read_bytes())
+    data[data.index(ids.tobytes()) + 2] ^= 1  # the second id is another one of the vocabulary
+    file.write_bytes(data)
+    with pytest.raises(PackError, match=rf"{file.name}: does not match its checksum in the shard list \(rule F4\)"):
+        next(iter(PackLoader(Dataset(dataset.path))))
