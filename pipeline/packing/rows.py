@@ -77,6 +77,7 @@ def assemble_rows(documents: Documents, segments: Segments, bins: Bins, layout: 
         starts,
         lengths,
         slots,
+        np.arange(slots.max(initial=0)).astype(layout.position_type.to_pandas_dtype()),
         segment_offsets,
         rows.input_ids,
         rows.position_ids,
@@ -139,13 +140,14 @@ def mask_or_empty(documents: Documents) -> npt.NDArray[np.uint8]:
     return np.empty(0, np.uint8) if documents.loss_mask is None else documents.loss_mask
 
 
-@kernel(lambda ids, mask, starts, lengths, *_: 10 * len(lengths) + (5 if len(mask) else 2) * int(lengths.sum()))
+@kernel(lambda ids, mask, starts, *_: 30 * len(starts) + len(ids) // 100)
 def _fill(
     ids: Any,
     mask: Any,
     starts: Any,
     lengths: Any,
     slots: Any,
+    positions: Any,
     segment_offsets: Any,
     out_ids: Any,
     out_positions: Any,
@@ -169,16 +171,13 @@ def _fill(
             out_ids[token + length : token + slot] = 0
             out_mask[token + length : token + slot] = 0
             if len(out_positions):
-                for position in range(slot):
-                    out_positions[token + position] = position
-            here = 0
+                out_positions[token : token + slot] = positions[:slot]
+            here = length - 1
             if len(mask):
-                for position in range(1, length):
-                    out_mask[token + position] = mask[start + position]
-                    here += mask[start + position]
+                out_mask[token : token + length] = mask[start : start + length]
+                here = np.int64(mask[start + 1 : start + length].sum())
             else:
                 out_mask[token + 1 : token + length] = 1
-                here = length - 1
             out_mask[token] = 0  # nothing precedes the first token, so it cannot be predicted
             token += slot
             longest = max(longest, slot)
@@ -191,7 +190,7 @@ def _fill(
         attention_pairs[row] = pairs
 
 
-@kernel(lambda mask, starts, lengths: 4 * len(lengths) + (2 * int(lengths.sum()) if len(mask) else 0))
+@kernel(lambda mask, starts, lengths: (20 if len(mask) else 4) * len(lengths) + len(mask) // 100)
 def count_targets(mask: Any, starts: Any, lengths: Any) -> Any:
     """Count targets of each piece of text: masked tokens, its first one excepted.
 
@@ -206,10 +205,7 @@ def count_targets(mask: Any, starts: Any, lengths: Any) -> Any:
     counts = np.empty(len(starts), np.int64)
     for piece in range(len(starts)):
         if len(mask):
-            total = 0
-            for token in range(starts[piece] + 1, starts[piece] + lengths[piece]):
-                total += mask[token]
-            counts[piece] = total
+            counts[piece] = mask[starts[piece] + 1 : starts[piece] + lengths[piece]].sum()
         else:
             counts[piece] = max(lengths[piece] - 1, 0)
     return counts
