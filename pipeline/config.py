@@ -42,6 +42,7 @@ class RecordOptions:
     labels_field: Annotated[str | None, "Field with labels beside the ids: unshifted, -100 is no target."] = None
     mask_field: Annotated[str | None, "Field with 1 for each id that is a target, 0 for others."] = None
     eos_id: Annotated[int | None, "Id that ends each document of a .npy or .bin stream of ids."] = None
+    append_eos: Annotated[bool, "EOS behind each imported document that has none."] = False
     token_type: Annotated[
         Literal["uint16", "int32", "uint32", "int64"], "Type of the ids in a .bin without Megatron's .idx."
     ] = "uint16"

@@ -89,7 +89,7 @@ def kind_of(named: Set[str], where: str) -> Kind | None:
         "messages_field": "chat",
         "prompt_field": "instruction",
         "completion_field": "instruction",
-        **dict.fromkeys(("ids_field", "labels_field", "mask_field", "eos_id", "token_type"), "tokens"),
+        **dict.fromkeys(("ids_field", "labels_field", "mask_field", "eos_id", "append_eos", "token_type"), "tokens"),
     }
     implied = {kinds[name] for name in named & kinds.keys()}
     if len(implied) > 1:

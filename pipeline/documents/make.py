@@ -23,7 +23,7 @@ from pipeline.documents.encoder import Encoder
 from pipeline.documents.engines import running_sum
 from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
 from pipeline.documents.messages import Conversation, chat_conversation, instruction, lookup, used_fields
-from pipeline.documents.tokenized import tokenized_documents
+from pipeline.documents.tokenized import tokenized_documents, with_eos
 from pipeline.documents.tokenizer import CONFIG, TEMPLATE, TokenizerSpec
 from pipeline.documents.unread_fields import UnreadFields
 from pipeline.documents.weights import record_weight, role_weights, with_record_weights
@@ -162,6 +162,9 @@ class DocumentMaker:
         """
         if self.options.kind == "tokens":
             documents, rejected = tokenized_documents(batch, self.options, self.spec.max_id)
+            if self.options.append_eos:
+                eos_id = self.options.eos_id
+                documents = with_eos(documents, _eos(self.spec) if eos_id is None else eos_id)
         elif self.options.kind == "text":
             documents, rejected = self._texts(batch)
         else:

@@ -70,6 +70,21 @@ def tokenized_documents(batch: RecordBatch, options: RecordOptions, max_id: int)
     )
 
 
+def with_eos(documents: Documents, eos_id: int) -> Documents:
+    """Return documents that all end with EOS, which is a target where it had to be added.
+
+    With EOS 2, documents [5, 6], [7, 2] give [5, 6, 2], [7, 2].
+    """
+    ends = documents.offsets[1:]
+    lacking = documents.input_ids[ends - 1] != eos_id
+    mask = documents.loss_mask
+    return documents._replace(
+        input_ids=np.insert(documents.input_ids, ends[lacking], eos_id),
+        offsets=documents.offsets + np.concatenate([np.zeros(1, np.int64), np.cumsum(lacking)]),
+        loss_mask=None if mask is None else np.insert(mask, ends[lacking], 1),
+    )
+
+
 def _int32(values: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(values, np.int32)
 

@@ -115,6 +115,15 @@ def test_packed_rows_are_taken_apart_into_their_documents(tmp_path, pack, name, 
     }
 
 
+@pytest.mark.parametrize("labels", [False, True])
+def test_eos_is_added_where_it_is_asked_for_and_missing(tmp_path, pack, labels):
+    documents = [ids if number % 3 else ids[:-1] for number, ids in enumerate(DOCUMENTS)]
+    rows = [{"input_ids": ids} | ({"labels": [-100, *ids[1:]]} if labels else {}) for ids in documents]
+    source = table(rows, tmp_path / "a.parquet")
+    found = imported(pack(source, append_eos=True, **({"labels_field": "labels"} if labels else {})))
+    assert found == {(number, 0): (ids, [0] + [1] * (len(ids) - 1)) for number, ids in enumerate(DOCUMENTS)}
+
+
 def megatron(path: Path, dtype: type = np.uint16, code: int = 8) -> Path:
     """Write documents as Megatron's IndexedDatasetBuilder does, every second document in two sequences."""
     sequences, bounds = [], [0]
