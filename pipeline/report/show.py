@@ -25,6 +25,13 @@ from shards.tables.shard_list import ShardEntry
 from shards.text import printable
 
 WINDOW_SHIFT = 32  # a doc_id is window number * 2^32 + the record's index in the window
+UNITS = {
+    "parquet": "row groups",
+    "arrow": "rows",
+    "npy": "tokens",
+    "bin": "tokens",
+    "megatron": "documents",
+}  # of slices
 DecodedPack = dict[str, Any]
 
 
@@ -142,7 +149,7 @@ def record_of(plan: Plan, shard: ShardEntry, sidecar: dict[str, Any], document: 
         if first <= index < first + count:
             file = files[number]
             if shard["window"] < len(plan["windows"]):
-                unit = {"parquet": "row groups", "arrow": "rows"}.get(file["format"], "bytes")
+                unit = UNITS.get(file["format"], "bytes")
             else:  # cut while it was read
                 unit = "lines" if file["format"] == "jsonl" else "records"
             return f"{file['name']}, record {index - first} of {unit} {start}:{stop}"

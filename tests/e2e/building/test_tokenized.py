@@ -9,8 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 from pipeline import BuildConfig, RecordOptions, build
+from pipeline.cli import main
 from shards import Dataset, verify
 from shards.errors import PackError
 
@@ -142,8 +144,11 @@ def megatron(path: Path, dtype: type = np.uint16, code: int = 8) -> Path:
 
 @pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
 def test_megatron_s_pairs_give_the_documents_of_their_index(tmp_path, pack, dtype, code):
-    found = imported(pack(megatron(tmp_path / "a.bin", dtype, code)))
-    assert [ids for _, (ids, _) in sorted(found.items())] == DOCUMENTS
+    dataset = pack(megatron(tmp_path / "a.bin", dtype, code))
+    assert [ids for _, (ids, _) in sorted(imported(dataset).items())] == DOCUMENTS
+    shown = CliRunner().invoke(main, ["show", str(dataset.path), "0"], catch_exceptions=False).stdout
+    assert "a.bin, record" in shown
+    assert "of documents 0:40" in shown
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.bin"])
@@ -258,10 +263,6 @@ def test_a_table_without_the_column_names_what_it_has(tmp_path, pack):
 
 
 def test_the_command_line_knows_ids_by_their_fields(tmp_path, words_dir):
-    from click.testing import CliRunner
-
-    from pipeline.cli import main
-
     source = table([{"ids": ids} for ids in DOCUMENTS], tmp_path / "a.parquet")
     arguments = ["build", str(source), "--out", str(tmp_path / "out"), "--tokenizer", words_dir, "--seq-len", "64"]
     result = CliRunner().invoke(main, [*arguments, "--ids-field", "ids"])
