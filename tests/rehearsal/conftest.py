@@ -45,9 +45,9 @@ def fake_device() -> Path:
 
 @pytest.fixture
 def packs_on_disk(write_dataset: Callable[..., Path]) -> Path:
-    """Six packs of up to 48 tokens."""
-    packs = [[20, 11, 17], [40, 8], [48], [30, 2, 9, 7], [25, 23], [48]]
-    return write_dataset({"main": packs}, seq_len=48, vocab_size=97)
+    """Six packs of up to 48 tokens, from two sources."""
+    sources = {"main": [[20, 11, 17], [40, 8], [48]], "more": [[30, 2, 9, 7], [25, 23], [48]]}
+    return write_dataset(sources, seq_len=48, vocab_size=97)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def rehearse(fake_device: Path, tmp_path: Path, packs_on_disk: Path, small_model
     def run(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         asked = {}
         for name, job in jobs.items():
-            settings = {"steps": 8, "dtype": "bf16", **job.get("config", {})}
+            settings = {"steps": 8, "dtype": "bf16", "by_source": False, **job.get("config", {})}
             model = small_model(name, **job.get("model", {}))
             paths = {"dataset": str(packs_on_disk), "model": model, "out": str(tmp_path / f"run-{name}")}
             asked[name] = job | {"config": settings | paths}

@@ -53,6 +53,10 @@ def test_a_step_reads_nothing_back_whatever_the_model_and_the_settings(rehearse)
         "weights by document, z-loss": {"config": {"loss_weighting": "document", "z_loss": 1e-4}},
         "checkpointed activations": {"config": {"activation_checkpointing": True}},
         "adapters": {"config": {"lora_rank": 2}},
+        "losses by source": {"config": {"by_source": True}},
+        "losses by source under a head with adapters": {
+            "config": {"by_source": True, "lora_rank": 2, "lora_targets": ["lm_head"]}
+        },
         "frozen body": {"config": {"freeze": ["model.layers.*"]}},
     }
     assert_took_steps(rehearse({name: {"backend": "flash-attn-4"} | job for name, job in jobs.items()}), jobs)
