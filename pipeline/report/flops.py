@@ -24,11 +24,13 @@ class ModelShape:
     weights: int
     "Weights that every token is multiplied with, the head included."
     attention_width: int
-    "Query heads x head dimension."
+    "Query heads x head dimension; where keys are wider than values (latent attention), x their mean."
     full_layers: int
-    "Layers whose tokens see everything before them."
+    "Layers whose tokens see everything before them; recurrent and linear layers are in neither count."
     sliding_layers: int = 0
     "Layers whose tokens see `window` tokens."
+    sliding_width: int | None = None
+    "`attention_width` of those, if it differs."
     window: int | None = None
     "Tokens that a token sees in a sliding layer, itself included."
     vocab_size: int | None = None
@@ -39,11 +41,10 @@ class ModelShape:
     @property
     def cost(self) -> ModelCost:
         """What tokens and attention pairs cost."""
-        pair = 12.0 * self.attention_width
         return ModelCost(
             per_token=6.0 * self.weights,
-            per_pair=pair * self.full_layers,
-            per_window_pair=pair * self.sliding_layers,
+            per_pair=12.0 * self.attention_width * self.full_layers,
+            per_window_pair=12.0 * (self.sliding_width or self.attention_width) * self.sliding_layers,
             sliding_window=self.window if self.sliding_layers else None,
         )
 
@@ -101,19 +102,29 @@ def shape_of(config: dict[str, Any], name: str) -> ModelShape:
         return value
 
     hidden, layers = figure("hidden_size", "n_embd", "d_model"), figure("num_hidden_layers", "n_layer", "num_layers")
-    heads = figure("num_attention_heads", "n_head", "num_heads")
-    kv_heads, head_dim = figure("num_key_value_heads", default=heads), figure("head_dim", default=hidden // heads)
+    if text.get("state_size"):  # a state-space model: its num_heads are no attention heads
+        heads = figure("num_attention_heads", default=0)
+    else:
+        heads = figure("num_attention_heads", "n_head", "num_heads")
+    kv_heads, head_dim = (
+        figure("num_key_value_heads", default=heads),
+        figure("head_dim", default=hidden // max(heads, 1)),
+    )
     vocab = figure("vocab_size")
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     positions = text.get("max_position_embeddings") or text.get("n_positions")
-    windowed = _sliding_layers(text, layers)
+    if not heads:  # gates, state and output
+        attention = 3 * hidden * int(text.get("expand", 2) * hidden)
+    full, windowed = _attention_layers(text, layers if heads else 0)
+    widths = [_attention_width(text, i, heads, head_dim) for i in [*full[:1], *windowed[:1]]] or [0]
     return ModelShape(
         name=name,
-        weights=layers * (attention + _mlp(text, hidden, figure)) + hidden * vocab,
-        attention_width=heads * head_dim,
-        full_layers=layers - windowed,
-        sliding_layers=windowed,
-        window=text["sliding_window"] if windowed else None,
+        weights=layers * (attention + (_mlp(text, hidden, figure) if heads else 0)) + hidden * vocab,
+        attention_width=widths[0],
+        full_layers=len(full),
+        sliding_layers=len(windowed),
+        sliding_width=widths[-1] if windowed else None,
+        window=(text.get("sliding_window") or text.get("attention_chunk_size")) if windowed else None,
         vocab_size=vocab,
         max_positions=positions,
     )
@@ -131,8 +142,32 @@ def _mlp(text: dict[str, Any], hidden: int, figure: Any) -> int:
     return matrices * hidden * int(wide) * int(active) + hidden * int(experts)
 
 
-def _sliding_layers(text: dict[str, Any], layers: int) -> int:
-    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
-        return 0
-    kinds = text.get("layer_types")
-    return sum(kind == "sliding_attention" for kind in kinds) if kinds else layers
+def _attention_layers(text: dict[str, Any], layers: int) -> tuple[list[int], list[int]]:
+    """Return the layers that see everything before a token, and those with a window; a chunk counts as a window.
+
+    Recurrent, convolutional and linear-attention layers have no pairs and are in neither.
+    """
+    window = text.get("sliding_window") if text.get("use_sliding_window") is not False else None
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    kinds = kinds or ["sliding_attention" if window else "full_attention"] * layers
+    attending = [(i, kind) for i, kind in enumerate(kinds[:layers]) if kind in _SEES or "attention" in kind]
+    attending = [(i, kind) for i, kind in attending if kind != "linear_attention"]
+    narrow = {"sliding_attention"} if window else set()
+    narrow |= {"chunked_attention"} if text.get("attention_chunk_size") else set()
+    return (
+        [i for i, kind in attending if kind not in narrow],
+        [i for i, kind in attending if kind in narrow],
+    )
+
+
+_SEES = {"hybrid", "hybrid_sliding"}  # attention beside something else, in one layer
+
+
+def _attention_width(text: dict[str, Any], layer: int, heads: int, head_dim: int) -> int:
+    """Return query heads x the mean width of keys and values in one layer."""
+    own: dict[str, Any] = next((v for key, v in (text.get("per_layer_config") or {}).items() if int(key) == layer), {})
+    text = text | own
+    value = text.get("v_head_dim") or text.get("head_dim") or head_dim
+    latent = text.get("qk_nope_head_dim")
+    key = latent + text["qk_rope_head_dim"] if latent else text.get("head_dim") or head_dim
+    return int(text.get("num_attention_heads", heads)) * int(key + value) // 2

@@ -199,6 +199,44 @@ def test_a_mixture_counts_the_experts_that_a_token_meets():
     assert dense.weights - mixture.weights == 16 * (3 * 2048 * (8192 - 2 * 512) - 2048 * 8)
 
 
+@pytest.mark.parametrize(
+    ("fields", "full", "windowed"),
+    [
+        # latent attention: 16 heads, keys of 128 + 64, values of 128
+        ({"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, 4 * 16 * (192 + 128), 0),
+        # every fourth layer has heads of 256 and sees everything
+        (
+            {
+                "head_dim": 64, "sliding_window": 512, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                "per_layer_config": {"3": {"head_dim": 256}},
+            },
+            1 * 16 * (256 + 256),
+            3 * 16 * (64 + 64),
+        ),
+        ({"head_dim": 64, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}, 1 * 16 * (64 + 64), 0),
+        ({"head_dim": 64, "layer_types": ["conv", "conv", "hybrid", "full_attention"]}, 2 * 16 * (64 + 64), 0),
+        (
+            {"head_dim": 64, "attention_chunk_size": 512, "layer_types": ["chunked_attention", "full_attention"] * 2},
+            2 * 16 * (64 + 64),
+            2 * 16 * (64 + 64),
+        ),
+    ],
+    ids=["latent", "two widths", "linear", "hybrid", "chunks"],
+)  # fmt: skip
+def test_layers_that_differ_cost_what_they_do(fields, full, windowed):
+    base = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "vocab_size": 1000}
+    cost = shape_of(base | fields, "m").cost
+    assert (cost.per_pair, cost.per_window_pair) == (6 * full, 6 * windowed)
+    assert cost.sliding_window == (512 if windowed else None)
+
+
+def test_a_state_space_model_has_no_pairs():
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 16, "expand": 2, "vocab_size": 100}
+    shape = shape_of(config, "m")
+    assert shape.cost.per_pair == shape.cost.per_window_pair == 0
+    assert shape.weights == 2 * 3 * 64 * 128 + 64 * 100  # two inner projections and one back, twice as wide
+
+
 def test_sliding_layers_are_those_that_the_config_names():
     kinds = ["sliding_attention"] * 10 + ["full_attention"] * 6
     shape = shape_of({**LLAMA, "sliding_window": 512, "layer_types": kinds}, "gemma")
