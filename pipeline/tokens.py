@@ -5,7 +5,8 @@ an offset into them or one number per document. An absent array stands for its p
 ids and offsets alone, and batches with and without it can be joined.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,9 +62,21 @@ def concatenate(parts: Sequence[Documents], window: int = 0) -> Documents:
         input_ids=_joined([part.input_ids for part in parts], np.int32),
         offsets=_running_sum([part.lengths for part in parts]),
         doc_ids=_joined([part.doc_ids for part in parts], np.int64) + (window << 32),
-        loss_mask=_filled([(part.loss_mask, np.ones(len(part.input_ids))) for part in parts], np.uint8),
-        loss_weights=_filled([(part.loss_weights, part.mask_of(0, len(part.input_ids))) for part in parts], np.float16),
-        doc_parts=_filled([(part.doc_parts, np.zeros(len(part.doc_ids))) for part in parts], np.int32),
+        loss_mask=_filled(
+            [part.loss_mask for part in parts],
+            [partial(np.ones, len(part.input_ids), np.uint8) for part in parts],
+            np.uint8,
+        ),
+        loss_weights=_filled(
+            [part.loss_weights for part in parts],
+            [partial(part.mask_of, 0, len(part.input_ids)) for part in parts],
+            np.float16,
+        ),
+        doc_parts=_filled(
+            [part.doc_parts for part in parts],
+            [partial(np.zeros, len(part.doc_ids), np.int32) for part in parts],
+            np.int32,
+        ),
         turn_ends=_joined([ends for ends, _ in turns], np.int32) if with_turns else None,
         turn_offsets=_running_sum([numbers for _, numbers in turns]) if with_turns else None,
     )
@@ -73,11 +86,14 @@ def _joined(arrays: Sequence[Any], dtype: Any) -> npt.NDArray[Any]:
     return np.concatenate([np.empty(0, dtype), *arrays])
 
 
-def _filled(arrays: Sequence[tuple[Any, npt.NDArray[Any]]], dtype: Any) -> npt.NDArray[Any] | None:
-    """Join arrays, each given with what stands for it where it is absent; None where all are."""
-    if all(array is None for array, _ in arrays):
+def _filled(
+    arrays: Sequence[Any], plain: Sequence[Callable[[], npt.NDArray[Any]]], dtype: Any
+) -> npt.NDArray[Any] | None:
+    """Join arrays, what `plain` makes standing for those that are absent; None where all are."""
+    if all(array is None for array in arrays):
         return None
-    return _joined([plain.astype(dtype) if array is None else array for array, plain in arrays], dtype)
+    pairs = zip(arrays, plain, strict=True)
+    return _joined([make().astype(dtype, copy=False) if array is None else array for array, make in pairs], dtype)
 
 
 def _running_sum(lengths: Sequence[Any]) -> npt.NDArray[np.int64]:

@@ -22,7 +22,7 @@ Ids = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
 Encode = Callable[[list[str]], tuple[Ids, Offsets]]
 
-CHUNK_CHARS = 1 << 19  # the reference keeps about 100 bytes a token while it works
+CHUNK_CHARS = 1 << 17  # the reference keeps some hundred bytes a token while it works
 
 
 class Engine(NamedTuple):

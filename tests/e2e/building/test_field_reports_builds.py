@@ -19,6 +19,7 @@ import shards.reader
 from pipeline import BuildConfig, RecordOptions, build
 from pipeline.cli import main
 from pipeline.packing.cutting import cut
+from pipeline.packing.kernels import always_compile
 from pipeline.packing.packers import PACKERS
 from pipeline.packing.rows import assemble_rows
 from pipeline.sources.discovery import resolve_sources
@@ -144,11 +145,13 @@ def test_seven_long_documents_of_a_hundred_are_counted_or_stop_the_build_by_name
 
 def peak_of_build(out: str, source: str, tokenizer: str) -> None:
     """Build, and leave beside the dataset how much memory this process came to, in bytes."""
+    always_compile()  # whatever the size: numba's memory is no part of the comparison
     build(
         BuildConfig(
-            sources=(source,), out=out, tokenizer=tokenizer, seq_len=512, window_bytes=1 << 17, position_ids=False
+            sources=(source,), out=out, tokenizer=tokenizer, seq_len=512, window_bytes=1 << 17, position_ids=False,
+            tokenizer_engine="tokenizers",
         )
-    )
+    )  # fmt: skip
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     Path(f"{out}.peak").write_text(str(peak))
 

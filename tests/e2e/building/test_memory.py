@@ -30,9 +30,10 @@ def write_corpus(path: Path, words: list[str], num_bytes: int) -> Path:
     return path
 
 
-def peak_bytes(source: Path, tokenizer: str, out: Path, window_bytes: int) -> int:
+def peak_bytes(source: Path, tokenizer: str, out: Path, window_bytes: int, engine: str = "tokenizers") -> int:
     """Build in a process of its own; return its peak memory."""
-    job = {"arguments": ["build", str(source), f"--out={out}", f"--tokenizer={tokenizer}", "--seq-len=2048",
+    chosen = f"--tokenizer-engine={engine}"
+    job = {"arguments": ["build", str(source), f"--out={out}", f"--tokenizer={tokenizer}", "--seq-len=2048", chosen,
                          f"--window-bytes={window_bytes}", "--workers=1"], "log": f"{out}.log"}  # fmt: skip
     answer = subprocess.run(
         [sys.executable, str(HERE / "build_process.py")], input=json.dumps(job), text=True, stdout=subprocess.PIPE,
@@ -42,11 +43,12 @@ def peak_bytes(source: Path, tokenizer: str, out: Path, window_bytes: int) -> in
     return int(answer[2])
 
 
-def test_ten_times_the_corpus_takes_the_same_memory(tmp_path, words, tokenizer_dir):
+@pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])  # auto takes the second where the corpus is worth it
+def test_ten_times_the_corpus_takes_the_same_memory(tmp_path, words, tokenizer_dir, engine):
     peaks = []
     for times in (1, 10):
         corpus = write_corpus(tmp_path / f"{times}.jsonl", words, times * 1000 * KIB)
-        peaks.append(peak_bytes(corpus, tokenizer_dir, tmp_path / f"out{times}", 250 * KIB))
+        peaks.append(peak_bytes(corpus, tokenizer_dir, tmp_path / f"out{times}", 250 * KIB, engine))
     assert len(Dataset(tmp_path / "out10").shards) > 35
     assert peaks[1] <= 1.3 * peaks[0]
 
