@@ -24,9 +24,13 @@ from pipeline.sources.windows import Source
 from pipeline.tokens import Documents
 from shards.errors import counted
 from shards.plan import Plan
+from shards.publish import LocalStore
 from shards.reader import Dataset
 from shards.schema import split_doc_id
+from shards.sidecar import read_sidecar
 from shards.verification import VerifyReport
+
+CHANGED = "The corpus changed since the build. Give the files as they were, or build again."
 
 
 def audit_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> None:
@@ -45,13 +49,17 @@ def audit_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> No
     for planned, files in zip(plan["sources"], found, strict=False):
         for old, new in zip(planned["files"], files, strict=False):
             if old != new:
-                what = f"{new['name']} is not the file that was packed ({old['name']})"
-                report.add("F2", f"source {planned['name']!r}", what)
+                other = new["name"] != old["name"]
+                named = f"{new['name']} is not the file that was packed ({old['name']})"
+                what = named if other else f"{new['name']} is not what was packed: it has changed since"
+                report.add("F2", f"source {planned['name']!r}", what, CHANGED)
                 return
     packed = [len(source["files"]) for source in plan["sources"]]
     if packed != [len(files) for files in found]:
-        report.add("F2", path, f"was built from {counted(sum(packed), 'file')}, found {sum(map(len, found)):,}")
+        what = f"was built from {counted(sum(packed), 'file')}, found {sum(map(len, found)):,}"
+        report.add("F2", path, what, CHANGED)
         return
+    store = LocalStore(path)
     encoders = {
         special: Encoder(f"{path}/tokenizer", engine="tokenizers", parse_special=special)
         for special in {option.parse_special for option in options.values()}
@@ -65,11 +73,16 @@ def audit_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> No
         source = sources[task.source]
         reader = WindowReader(source, task.slices, on_error="skip", payloads=task.payloads)
         tokens, _ = read_documents(reader, makers[task.source], task.window, Stages())
+        documents += len(tokens.doc_ids)
+        sidecar = read_sidecar(store, task.window)
+        if sidecar is not None and sidecar["input_xxh3"] != reader.input_xxh3:
+            names = ", ".join(sorted({source.files[slice_.file].name for slice_ in task.slices})[:3])
+            report.add("F2", f"window {task.window}", f"{names} holds other bytes than were packed", CHANGED)
+            continue
         packs = range(starts[task.window], starts[task.window + 1])
         for where, what in _window_problems(dataset, packs, tokens, source, plan):
             report.add("F12", where, what)
             break
-        documents += len(tokens.doc_ids)
     if seen != len(starts) - 1:  # standard input has no fingerprint that would have told
         gave = "more" if seen == len(starts) else f"{seen:,}"
         report.add("F2", path, f"holds {counted(len(starts) - 1, 'window')}, the sources give {gave}")

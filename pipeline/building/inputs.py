@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pipeline.building.sidecars import CommittedWindow
-from pipeline.sources.files import is_url
+from pipeline.sources.files import is_url, reaching
 from pipeline.sources.reader import WindowReader
 from pipeline.sources.windows import Slice, Source, is_streamed
 
@@ -25,7 +25,8 @@ def file_marks(source: Source, slices: Iterable[Slice]) -> Marks:
     for file in sorted({slice_.file for slice_ in slices}):
         location = source.files[file].location
         if location != "-" and not is_url(location):
-            status = Path(location).stat()
+            with reaching(location, source.files[file].name):
+                status = Path(location).stat()
             marks.append([file, status.st_mtime_ns, status.st_ino])
     return marks
 

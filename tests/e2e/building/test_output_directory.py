@@ -12,6 +12,7 @@ import pytest
 
 from pipeline import BuildConfig, build
 from pipeline.building import driver
+from pipeline.building.audit import audit_sources
 from shards import Dataset, verify
 from shards.errors import PackError
 from shards.lock import Lock, LockedError
@@ -192,6 +193,31 @@ def test_a_resumed_build_is_of_one_version_of_the_corpus(options, monkeypatch):
     clean = build(BuildConfig(**settings | {"out": options["out"].with_name("clean")})).manifest
     assert middle > 0
     assert resumed["dataset_id"] == clean["dataset_id"]
+
+
+def test_verifying_against_a_corpus_that_changed_since_says_so(options):
+    at = large_corpus(options["sources"])
+    build(BuildConfig(**options | {"window_bytes": 64 << 10}))
+    change(options["sources"], at)
+    report = verify(options["out"])
+    audit_sources(str(options["out"]), (str(options["sources"]),), report)
+    (problem,) = report.problems
+    assert "c.jsonl holds other bytes than were packed" in problem.message
+    assert "The corpus changed since the build" in problem.message
+    assert "Restore" not in problem.message
+
+
+def test_a_source_that_is_gone_is_named_and_the_disk_is_not_blamed(options, monkeypatch):
+    real = driver._Build._summarize
+
+    def summarize(self: Any) -> Any:
+        summary = real(self)
+        options["sources"].unlink()
+        return summary
+
+    monkeypatch.setattr(driver._Build, "_summarize", summarize)
+    with pytest.raises(PackError, match=r"c\.jsonl: cannot be read \(No such file or directory\)"):
+        build(BuildConfig(**options))
 
 
 def test_a_change_that_keeps_the_time_of_the_file_is_found_when_asked(options):
