@@ -124,7 +124,7 @@ def _full(work: Work, seq_len: int) -> list[str]:
     if 2 * full <= len(lengths):
         return []
     return [
-        f"{full} of {len(lengths)} documents are {seq_len} tokens long, or parts of longer ones: little is padded. "
+        f"{full} of {len(lengths)} documents are {seq_len} tokens long: little is padded. "
         "A larger --seq-len compares more"
     ]
 

@@ -9,7 +9,7 @@ import math
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from trainer.demo_corpus import make_corpus, write_model_config
 from trainer.model.loading import check_segments, check_vocabulary, load_model
 
 VERSION = 1
+DEMO_STEPS, DEMO_SEQ_LEN = 5, 512
 STEP_BATCHES = 3  # padded batches in a step
 POOL, POOL_PACKS = 4, 256  # times the documents that are used, and packs, that are chosen from
 Result = dict[str, Any]
@@ -41,10 +42,12 @@ class Corpus:
     """What strategies are fed."""
 
     segments: list[Pack]
-    "Documents, or parts of at most `seq_len` tokens, each a row of its own, in random order."
+    "Documents of at most `seq_len` tokens, each a row of its own, in random order."
     seq_len: int
     max_token_id: int
     name: str
+    notes: tuple[str, ...] = ()
+    "What is worth knowing about the choice of documents."
 
 
 def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: None) -> Result:
@@ -72,7 +75,13 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None] = lambda line: No
     check_segments(loaded.report, sizes.longest)
     check_vocabulary(loaded.report, corpus.max_token_id)
     result = run_comparison(config.strategies, loaded, _steps(config, corpus, sizes), sizes, dtype, tell)
+    result["notes"] = [*corpus.notes, *result["notes"]]
     return {"version": VERSION, "data": corpus.name, "model": config.model or "demo", "seed": config.seed} | result
+
+
+def num_steps(config: BenchConfig) -> int:
+    """Return the optimizer steps; on the demo's corpus all strategies take about a minute on two CPU cores."""
+    return config.steps or (10 if config.data else DEMO_STEPS)
 
 
 def _device(name: str | None) -> torch.device:
@@ -105,21 +114,48 @@ def _corpus(config: BenchConfig, folder: Path, tell: Callable[[str], None]) -> C
         return of_source((source,), tokenizer, config)
     tell("making the demo's corpus and tokenizer …")
     files, made = make_corpus(folder)
-    return of_source(tuple(map(str, files)), str(made), config)
+    corpus = of_source((str(files[1]),), str(made), replace(config, seq_len=config.seq_len or DEMO_SEQ_LEN))
+    return replace(corpus, name="docstrings of Python's standard library")
 
 
 def of_dataset(dataset: Dataset, config: BenchConfig) -> Corpus:
-    """Take segments from many random packs of a dataset."""
+    """Take whole documents from many random packs of a dataset; parts of cut ones where there are too few.
+
+    Padding is what people do to documents, so parts that fill a row would flatter it.
+    """
     if not len(dataset):
         raise PackError(f"{dataset.path}: has no packs; expected some. Build it from a corpus with documents.")
     index = dataset.index
     order = np.random.default_rng(config.seed).permutation(len(dataset))
     segments, tokens = index.num_segments[order].cumsum(dtype=np.int64), index.num_tokens[order].cumsum(dtype=np.int64)
-    wanted = config.steps * documents_in_step(config, dataset.seq_len, int(tokens[-1] // segments[-1]))
+    wanted = num_steps(config) * documents_in_step(config, dataset.seq_len, int(tokens[-1] // segments[-1]))
     number = max(POOL_PACKS, int(np.searchsorted(segments, POOL * wanted)) + 1)
-    rows = [segment for row in order[:number].tolist() for segment in split_pack(dataset.pack(row))]
-    random.Random(config.seed).shuffle(rows)
-    return Corpus(rows, dataset.seq_len, dataset.max_token_id, str(dataset.path))
+    whole, parts = list[Pack](), list[Pack]()
+    for row in order[:number].tolist():
+        cut = _is_cut(dataset, row)
+        for segment, is_part in zip(split_pack(dataset.pack(row)), cut.tolist(), strict=True):
+            (parts if is_part else whole).append(segment)
+    notes: tuple[str, ...] = ()
+    mean = sum(len(segment.input_ids) for segment in whole) // max(1, len(whole))
+    if len(whole) < documents_in_step(config, dataset.seq_len, mean):
+        whole += parts
+    elif parts:
+        notes = (f"{len(parts):,} parts of cut documents were left out: they are no documents, and fill their rows",)
+    random.Random(config.seed).shuffle(whole)
+    return Corpus(whole, dataset.seq_len, dataset.max_token_id, str(dataset.path), notes)
+
+
+def _is_cut(dataset: Dataset, row: int) -> np.ndarray:
+    """Tell which segments of a pack are parts of cut documents; bool (num_segments,).
+
+    A later part does not begin at its document's first token, a first part fills its row; packer wrapped cuts the last
+    segment of a row wherever the row ends.
+    """
+    pack = dataset[row]
+    cut: np.ndarray = (pack["doc_offsets"] > 0) | (np.diff(pack["cu_seqlens"]) >= dataset.seq_len)
+    if dataset.packer == "wrapped":
+        cut[-1] = True
+    return cut
 
 
 def of_source(specs: tuple[str, ...], tokenizer: str, config: BenchConfig) -> Corpus:
@@ -127,9 +163,9 @@ def of_source(specs: tuple[str, ...], tokenizer: str, config: BenchConfig) -> Co
     encoder, seq_len = Encoder(tokenizer), config.seq_len or 1024
 
     def enough(documents: int, tokens: int) -> bool:
-        return documents >= POOL * config.steps * documents_in_step(config, seq_len, tokens // documents)
+        return documents >= POOL * num_steps(config) * documents_in_step(config, seq_len, tokens // documents)
 
-    options = RecordOptions(text_field=config.text_field)
+    options = RecordOptions(text_field=config.text_field, overlong="truncate")  # as people do who pad
     segments = sample_documents(specs, encoder, options, seq_len, config.seed, enough)
     return Corpus(segments, seq_len, encoder.spec.max_id, ", ".join(specs))
 
@@ -161,7 +197,5 @@ def _steps(config: BenchConfig, corpus: Corpus, sizes: Sizes) -> list[StepPacks]
             f"{corpus.name}: {total} documents; expected at least {number} for a step. "
             "Lower --batch or --tokens-per-batch, or give more."
         )
-    dealt = [segments[start : start + number] for start in range(0, total - number + 1, number)]
-    return [
-        StepPacks(pack_rows(documents, sizes.seq_len, config.seed), documents) for documents in dealt[: config.steps]
-    ]
+    dealt = [segments[start : start + number] for start in range(0, total - number + 1, number)][: num_steps(config)]
+    return [StepPacks(pack_rows(documents, sizes.seq_len, config.seed), documents) for documents in dealt]

@@ -62,7 +62,9 @@ def test_the_preset_runs_on_local_data_and_model(wikitext, gpt2, tokenizer_dir, 
 def test_without_arguments_it_takes_the_demos_corpus_and_model(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # a narrow terminal shows fewer columns
     monkeypatch.setattr(
-        demo_corpus, "read_library", lambda: [(f"{k}.py", f'"""Module {k}."""\nx = {k}\n' * 40) for k in range(30)]
+        demo_corpus,
+        "read_library",
+        lambda: [(f"{k}.py", f'"""Module {k}.{" One more word." * (k % 9)}"""') for k in range(200)],
     )
     monkeypatch.setattr(demo_corpus, "VOCAB_SIZE", 400)
     monkeypatch.setattr(

@@ -1,6 +1,7 @@
 """`pack bench`: every strategy trains the same thing, counts are those of the corpus, and what cannot run says so."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.cli import main
 from pipeline.report.feedings import FEEDINGS
-from shards import PackError
+from shards import Dataset, PackError
 from trainer.bench import strategies
 from trainer.bench import timing as measuring
 from trainer.bench.config import BenchConfig
-from trainer.bench.run import run_bench
+from trainer.bench.run import of_dataset, run_bench
 from trainer.bench.strategies import STRATEGIES, BufferedStrategy, MicroBatch, Shape, cut_padded_longest
 from trainer.bench.view import figures_table, make_page, print_result, remarks
 
@@ -114,6 +117,35 @@ def test_padding_and_buckets_stay_within_their_sizes(documents):
                 assert len(batch.rows) <= 7
             else:
                 assert len(batch.rows) * batch.shape.row_len <= 144
+
+
+def built(tokenizer_dir, tmp_path, *flags):
+    """Build documents of 13 to 401 tokens at seq_len 128: those of more than 31 words are cut."""
+    words = [3 + n % 98 for n in range(150)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in words))
+    fixed = ["--tokenizer", tokenizer_dir, "--seq-len", "128", "--workers", "1", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(main, ["build", str(tmp_path / "corpus.jsonl"), *fixed, *flags])
+    assert done.exit_code == 0, done.output
+    return Dataset(tmp_path / "out"), words
+
+
+@pytest.mark.parametrize("packer", ["auto", "wrapped"])
+def test_parts_of_cut_documents_are_not_taken_for_documents(tokenizer_dir, tmp_path, packer):
+    dataset, words = built(tokenizer_dir, tmp_path, "--packer", packer)
+    found = of_dataset(dataset, BenchConfig(batch=4, steps=2))
+    lengths = {4 * n + 1 for n in words if 4 * n + 1 < 128}
+    assert {len(segment.input_ids) for segment in found.segments} <= lengths
+    assert len(found.segments) > 20
+    taken = re.match(r"([\d,]+) parts of cut documents were left out", found.notes[0])
+    assert len(found.segments) + int(taken[1].replace(",", "")) == int(dataset.index.num_segments.sum())
+
+
+def test_a_dataset_of_parts_alone_is_measured_all_the_same(tokenizer_dir, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": "word " * 3000}) + "\n")
+    fixed = ["--tokenizer", tokenizer_dir, "--seq-len", "64", "--workers", "1", "--out", str(tmp_path / "out")]
+    CliRunner().invoke(main, ["build", str(tmp_path / "corpus.jsonl"), *fixed])
+    found = of_dataset(Dataset(tmp_path / "out"), BenchConfig(batch=4, steps=2))
+    assert len(found.segments) == -(-12001 // 64)
 
 
 def test_documents_that_fill_whole_rows_are_noted(make_dataset, model_config):
