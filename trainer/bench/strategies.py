@@ -21,7 +21,7 @@ from shards.errors import ModelError, PackError, reason_of
 from shards.reader import Pack
 from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.attention import IMPLEMENTATION
-from trainer.model.backends import ATTENTION_BACKENDS, pick_backend
+from trainer.model.backends import ATTENTION_BACKENDS, Backends, pick_backend
 from trainer.model.loading import LoadedModel
 from trainer.model.loss import PackedLM
 
@@ -95,7 +95,7 @@ class BufferedStrategy:
         name: What it is called.
         loaded: The model to train.
         cut: Divides a step's documents.
-        backend: Key of `ATTENTION_BACKENDS` for packed rows; None for native attention.
+        backend: Keys of `ATTENTION_BACKENDS` for packed rows; None for native attention.
         loss: What makes the loss of a micro-batch.
     """
 
@@ -104,12 +104,12 @@ class BufferedStrategy:
         name: str,
         loaded: LoadedModel,
         cut: Callable[[StepPacks], list[MicroBatch]],
-        backend: str | None = None,
+        backend: Backends | None = None,
         loss: type[PackedLM] = PackedLM,
     ) -> None:
         self.name, self.cut, self._model = name, cut, loaded.model
         self._lm = loss(loaded.model, backend=backend, plain_head=loaded.report.plain_head).eval()
-        self._attention = IMPLEMENTATION if backend else native_attention(loaded.model)
+        self._attention = IMPLEMENTATION if backend is not None else native_attention(loaded.model)
         self._device = next(loaded.model.parameters()).device
 
     def collate(self, micro: MicroBatch) -> Batch:
@@ -215,6 +215,8 @@ def _rectangles(
 def _dense(name: str, loaded: LoadedModel, sizes: Sizes) -> Iterator[Strategy | SkippedStrategy]:
     if reason := _cannot_pack(loaded):
         yield SkippedStrategy(name, reason)
+    elif loaded.report.unflattening.modules:
+        yield SkippedStrategy(name, "a dense mask says nothing to the model's layers that run one document a row")
     elif loaded.report.windows:
         yield SkippedStrategy(name, "one dense mask for all layers would drop the model's sliding window")
     else:
@@ -227,6 +229,9 @@ def _varlen(name: str, loaded: LoadedModel, sizes: Sizes, dtype: torch.dtype) ->
         yield SkippedStrategy(name, reason)
         return
     needs = [replace(each, dtype=dtype) for each in loaded.report.needs]
+    if not needs:  # every layer runs on rectangles, one document a row
+        yield BufferedStrategy(name, loaded, lambda step: cut_varlen(step, sizes), backend={})
+        return
     for key, backend in ATTENTION_BACKENDS.items():
         if any(backend.unsupported_reason(each) for each in needs):
             continue

@@ -21,6 +21,7 @@ from trainer.bench.config import BenchConfig
 from trainer.bench.run import of_dataset, run_bench
 from trainer.bench.strategies import STRATEGIES, BufferedStrategy, MicroBatch, Shape, cut_padded_longest
 from trainer.bench.view import figures_table, make_page, print_result, remarks
+from trainer.model import loading
 
 NUM_DOCUMENTS, BATCH, STEPS = 60, 4, 5  # a step holds 3 padded batches: together all documents
 OURS = ("padded-max", "padded-longest", "length-bucketed", "packed-dense", "packed-varlen")
@@ -229,13 +230,25 @@ def test_a_loss_that_is_no_number_disagrees():
     assert measuring.disagreements([rows[0], {"strategy": "c", "failed": "out of memory"}], 1e-5) == {}
 
 
-def test_a_model_that_cannot_pack_is_still_padded(corpus, tmp_path):
+def test_layers_that_run_one_document_a_row_are_packed_but_take_no_dense_mask(corpus, tmp_path):
     config = {"model_type": "bloom", "vocab_size": 97, "hidden_size": 16, "n_layer": 2, "n_head": 2}
     (tmp_path / "bloom.json").write_text(json.dumps(config))
     result = bench(corpus[1], str(tmp_path / "bloom.json"), steps=1, strategies=OURS)
     failed = {row["strategy"]: row["failed"] for row in result["rows"] if "failed" in row}
-    assert sorted(failed) == ["packed-dense", "packed-varlen"]
-    assert all("dense mask of its own" in reason for reason in failed.values())
+    assert list(failed) == ["packed-dense"]
+    assert "a dense mask says nothing" in failed["packed-dense"]
+    rows = {row["strategy"]: row for row in result["rows"]}
+    assert rows["packed-varlen"]["losses"] == pytest.approx(rows["padded-longest"]["losses"], rel=1e-5)
+    assert result["disagreements"] == {}
+
+
+def test_a_model_that_cannot_pack_is_still_padded(corpus, tmp_path, monkeypatch):
+    config = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    (tmp_path / "gpt2.json").write_text(json.dumps(config | {"bos_token_id": 0, "eos_token_id": 0}))
+    monkeypatch.setattr(loading, "refusal", lambda config: "remembers other documents")
+    result = bench(corpus[1], str(tmp_path / "gpt2.json"), steps=1, strategies=OURS)
+    failed = {row["strategy"]: row["failed"] for row in result["rows"] if "failed" in row}
+    assert failed == dict.fromkeys(("packed-dense", "packed-varlen"), "not run: the model remembers other documents")
     assert result["disagreements"] == {}
 
 
