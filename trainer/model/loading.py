@@ -237,7 +237,8 @@ def _sampled(config: Any) -> Any:
     for value in vars(text).values():
         if isinstance(value, (list, tuple)) and len(value) == total and isinstance(value[0], (str, bool)):
             keep = max(keep, *(value.index(kind) + 1 for kind in value))  # every kind of layer is among the first
-    keep = min(total, max(keep, (getattr(text, "first_k_dense_replace", None) or 0) + 1))  # experts come after these
+    if (getattr(text, "first_k_dense_replace", None) or 0) > 1:
+        text.first_k_dense_replace = 1  # one dense layer, then experts
     for name, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == total:
             setattr(text, name, value[:keep])

@@ -577,9 +577,13 @@ def test_quantized_weights_are_refused_in_one_line(method: str, config: Write) -
 
 def test_experts_are_probed_also_where_they_come_after_dense_layers_and_are_chosen_by_groups(config: Write) -> None:
     fields = LATENT | {"n_routed_experts": 64, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
-    report = check_model(config("deepseek_v3", **fields, num_hidden_layers=4))
+    routed: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: routed.append(type(module).__name__))
+    report = check_model(config("deepseek_v3", **fields | {"first_k_dense_replace": 3}, num_hidden_layers=5))
+    hook.remove()
     assert report.reason is None
     assert report.num_layers == 2  # one dense, one of experts
+    assert "DeepseekV3MoE" in routed
     assert load_model(config("deepseek_v3", **fields)).report.accepted
 
 
