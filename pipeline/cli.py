@@ -489,3 +489,36 @@ def plan(as_json: bool, source: Any, **settings: Any) -> None:
         click.echo(json.dumps(found))
     else:
         print_view(estimate_view(found))
+
+
+@main.command("check-template")
+@click.argument("tokenizer", type=click.Path())
+@click.argument("sources", nargs=-1, metavar="[CORPUS]...")
+@options_of(
+    RecordOptions,
+    omit=settings_of(RecordOptions).keys() - {"messages_field", "tools_field", "train_on", "unroll", "chat_template"},
+    chat_template={"type": click.Path(exists=True, dir_okay=False)},
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def check_template(tokenizer: str, sources: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+    """Say what a chat template does to conversations.
+
+    Tries one of every kind and says which turns are trained; of a corpus, which conversations it takes and why not the
+    others. Writes nothing.
+
+    \b
+    Example:
+      pack check-template ./tokenizer chats.jsonl
+    """
+    from pipeline.estimate.template_check import check_template as check
+    from pipeline.estimate.template_view import template_view
+    from pipeline.report.terminal import print_view
+
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    if "chat_template" in chosen:
+        chosen["chat_template"] = read_template(chosen["chat_template"], "--chat-template")
+    found = check(tokenizer, RecordOptions(kind="chat", **chosen), sources)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        print_view(template_view(found))

@@ -112,6 +112,11 @@ class ChatTemplate:
             self._learn_calls()
         return [self._shaped(message, self._dialect) for message in conversation.messages]
 
+    @property
+    def wants_parts(self) -> bool:
+        """Whether it takes content as a list of parts, not as text."""
+        return self._dialect.parts
+
     @cached_property
     def trial(self) -> Trial:
         """What the template writes around an answer, as far as the smallest conversation shows it."""

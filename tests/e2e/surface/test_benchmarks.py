@@ -145,26 +145,12 @@ def test_quick_prints_and_writes_nothing(load, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_templates_are_compared_by_the_conversations_that_they_take(load, tmp_path, tokenizer_dir, monkeypatch, capsys):
-    ask, reply = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
-    call = reply | {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    talks = [[ask, reply], [ask, reply, ask, reply], [ask, call]]
-    records = [*({"messages": talk} for talk in talks), {"prompt": "one", "completion": "two"}]
-    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, records)))
-    templates = FOLDER.parent / "tests" / "templates"
-    columns = [f"{tokenizer_dir}={templates / name}.jinja" for name in ("chatml", "thinking")]
-    monkeypatch.setattr(sys, "argv", ["check_templates.py", *columns, str(tmp_path / "talks.jsonl")])
-    load("check_templates").main()
-    *_, row = capsys.readouterr().out.splitlines()
-    assert row == "| talks | all 4 | 2 of 4; 1 earlier turns rewritten; 1 tool calls left out |"
-
-
 def test_the_runner_knows_every_benchmark():
     names = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
-    assert names == ["build", "loader", "packing", "train"]
+    assert {"build", "loader", "packing", "train"} <= set(names)
     done = subprocess.run([sys.executable, FOLDER / "run.py", "speed"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "speed: no such benchmark; there are build, loader, packing, train" in done.stderr
+    assert f"speed: no such benchmark; there are {', '.join(names)}" in done.stderr
 
 
 def test_a_peer_without_an_environment_is_left_out_by_name(load, tmp_path, monkeypatch):
