@@ -13,6 +13,7 @@ from shards.cost import attention_pairs, cost_class, padded_length
 from shards.schema import SEGMENT_COLUMNS, Layout
 from shards.shard import ArrowBatch
 
+MIN_WEIGHT = np.float16(2.0**-14)  # below, float16 loses digits
 MAX_PROBLEMS = 20  # rows of a batch that are named for one rule
 
 
@@ -180,8 +181,11 @@ def _token_problems(batch: ArrowBatch, segments: Segments, layout: Layout, token
     if "loss_weights" in batch.lists:
         weights, mask = batch.lists["loss_weights"][0], batch.lists["loss_mask"][0]
         wrong = ~np.isfinite(weights) | ((weights > 0) != (mask > 0)) | (weights < 0)
+        wrong |= (weights > 0) & (weights < MIN_WEIGHT)
         if wrong.any():
-            yield from _rows_of(wrong, offsets, "F9", "loss_weights are not finite and above 0 exactly at the targets")
+            yield from _rows_of(
+                wrong, offsets, "F9", "loss_weights are not 2^-14 to 65,504 at the targets and 0 elsewhere"
+            )
 
 
 def _segment_problems(batch: ArrowBatch, segments: Segments, window: int) -> Iterator[RowProblem]:

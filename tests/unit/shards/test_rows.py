@@ -122,6 +122,7 @@ CHANGES = {
     "a mask of 2": ("F9", lambda r: {"loss_mask": changed(r.loss_mask, 1, 2)}),
     "a target at a segment start": ("F9", lambda r: {"loss_mask": changed(r.loss_mask, 3, 1)}),
     "a weight without a target": ("F9", lambda r: {"loss_weights": changed(r.loss_weights, 3, 1)}),
+    "a weight too small for its digits": ("F9", lambda r: {"loss_weights": changed(r.loss_weights, 1, 2.0**-15)}),
     "an infinite weight": ("F9", lambda r: {"loss_weights": changed(r.loss_weights, 1, np.inf)}),
     "a wrong longest segment": ("F10", lambda r: {"max_seqlen": changed(r.max_seqlen, 1, 7)}),
     "a wrong number of targets": ("F10", lambda r: {"num_targets": changed(r.num_targets, 2, 1)}),

@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.packing.cutting import Segments, cut
 from pipeline.packing.packers import PACKERS
-from pipeline.packing.rows import align_up, assemble_rows
+from pipeline.packing.rows import align_up, assemble_rows, count_targets
 from pipeline.tokens import Documents
 from shards.schema import Layout
 
@@ -91,3 +91,14 @@ def test_aligned_segments_are_padded_and_keep_their_real_lengths(align):
     assert rows.input_ids[first].tolist() == [*range(10, 17), *[0] * (align > 1)]
     assert rows.position_ids[first].tolist() == [*range(lengths[0])]
     assert rows.loss_mask[first].tolist() == [*MASK[:7].tolist(), *[0] * (align > 1)]
+
+
+@pytest.mark.parametrize("targets", [255, 256, 257, 600])
+def test_more_than_255_targets_of_a_document_are_counted(targets):
+    mask = (np.arange(700) < targets + 1).astype(np.uint8)  # the first token is no target
+    document = Documents(np.zeros(700, np.int32), np.array([0, 700]), np.zeros(1, np.int64), mask)
+    assert count_targets(mask, np.zeros(1, np.int64), np.full(1, 700)).tolist() == [targets]
+    segments = Segments(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 700))
+    bins = PACKERS["next-fit"](segments.length, 1024)
+    rows = assemble_rows(document, segments, bins, Layout(seq_len=1024, max_token_id=99))
+    assert (rows.num_targets.tolist(), rows.num_target_segments.tolist()) == ([targets], [1])
