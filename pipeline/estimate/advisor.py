@@ -23,11 +23,12 @@ from pipeline.report.dataset import SEQ_LENS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, load_shape
 from pipeline.report.padding import LengthHistogram, round_up_lengths
 from pipeline.sources.discovery import resolve_sources
-from pipeline.sources.windows import Source
+from pipeline.sources.windows import Source, cut_windows, streamed_files
 from shards.counts import add_numbers
 from shards.errors import PackError, counted
 
 MAX_CHUNKS = 20_000  # of a corpus; larger corpora get larger chunks
+MAX_WINDOWS = 16  # of a source that are packed to see what windows cost
 FEW_CUT = 0.01  # share of documents that may be cut where a smaller seq_len is worth it
 FULL = 0.98
 POLICIES = {"truncate-turns": "truncate", "error": "split"}  # stand-ins: turns are not sampled, nothing stops here
@@ -50,6 +51,8 @@ class Sample:
     "Place and fault of the first bad record."
     whole: bool = False
     "Whether everything was read."
+    num_windows: int = 1
+    "How many windows a build would pack one by one."
     unread_fields: dict[str, int] = field(default_factory=dict)
     "How many records seen have a field that looks as if it mattered and that no option reads."
 
@@ -188,9 +191,21 @@ def draw_samples(sources: list[Source], encoder: Encoder, seconds: float, seed: 
             unread.pop(chunk.order, None)
         else:
             unread[chunk.order] = chunk.source
+    windows, window_bytes = cut_windows(sources)
     for index, sample in enumerate(samples):
         sample.whole = index not in unread.values()
+        sample.num_windows = _count_windows(sample, [w.source for w in windows].count(index), window_bytes)
     return samples
+
+
+def _count_windows(sample: Sample, planned: int, window_bytes: int) -> int:
+    """Return the windows of one source: those that can be cut unread, and those that its streamed files give."""
+    sizes = {index: file.bytes or 0 for index, file in enumerate(sample.source.files)}
+    streamed = streamed_files(sample.source)
+    raw = sum(sizes[index] for index in streamed)
+    if sample.whole:  # compressed files are larger once they are read
+        raw = max(raw, sample.raw_bytes - sum(sizes.values()) + raw)
+    return planned + (max(1, -(-raw // window_bytes)) if streamed else 0)
 
 
 def no_documents_error(samples: list[Sample]) -> PackError:
@@ -231,14 +246,32 @@ def _outcome(sample: Sample, seq_len: int, packer: str, shape: ModelShape) -> np
     lengths = np.concatenate(sample.lengths).astype(np.int64)
     policy = POLICIES.get(sample.source.options.overlong_policy, sample.source.options.overlong_policy)
     segments = cut(lengths, seq_len, PACKERS[packer].cut_policy or policy)
-    bins = PACKERS[packer](segments.length, seq_len)
+    packs = _count_packs(sample, lengths, seq_len, packer, policy)
     values, counts = np.unique(segments.length, return_counts=True)
     rows = LengthHistogram(values.astype(np.float64), counts.astype(np.float64))
     flops = shape.cost.flops_of(*(round_up_lengths(rows, seq_len) if packer == "bucketed" else rows))
     own = PACKERS[packer].cut_policy is not None
     split = int((np.bincount(segments.document) > 1).sum()) if own else int((lengths > seq_len).sum())
     kept = int(segments.length.sum(dtype=np.int64))
-    return np.array([bins.num_bins, kept, lengths.sum(), flops, len(lengths), split], np.float64) * sample.scale
+    return np.array([packs, kept, lengths.sum(), flops, len(lengths), split], np.float64) * sample.scale
+
+
+def _count_packs(sample: Sample, lengths: np.ndarray, seq_len: int, packer: str, policy: str) -> float:
+    """Return the packs of a sample's documents, in windows of as many documents as a build's.
+
+    Each window is packed by itself and has a last pack of its own, so a few windows out of the sample stand for all; a
+    sample of less than a window is packed whole.
+    """
+    per_window = max(1, round(len(lengths) * sample.scale / sample.num_windows))
+    starts = np.arange(0, max(1, len(lengths) - per_window + 1), per_window)
+    chosen = starts[np.unique(np.linspace(0, len(starts) - 1, MAX_WINDOWS).astype(int))]
+    packs = documents = 0
+    for start in chosen.tolist():
+        window = lengths[start : start + per_window]
+        segments = cut(window, seq_len, PACKERS[packer].cut_policy or policy)
+        packs += PACKERS[packer](segments.length, seq_len).num_bins
+        documents += len(window)
+    return packs * len(lengths) / documents
 
 
 def bytes_per_token(encoder: Encoder, seq_len: int) -> float:

@@ -198,3 +198,21 @@ def test_an_estimate_from_python_is_that_of_the_command(corpus, tokenizer_dir):
     found = pipeline.estimate_corpus(corpus, tokenizer_dir)
     for key in ("corpus", "outcomes", "recommendation", "model"):
         assert found[key] == expected[key]
+
+
+@pytest.mark.parametrize("window_bytes", [2000, 5000])
+def test_a_plan_counts_the_packs_that_windows_cost(tmp_path, tokenizer_dir, encoder, monkeypatch, window_bytes):
+    words = np.random.default_rng(1).integers(5, 60, 400)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * int(n)}) + "\n" for n in words))
+    out = tmp_path / "out"
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "1024", "--workers", "1", "--window-bytes", str(window_bytes)]
+    built = CliRunner().invoke(main, ["build", str(tmp_path / "a.jsonl"), *flags, "--out", str(out)])
+    assert built.exit_code == 0, built.output
+    monkeypatch.setattr("pipeline.sources.windows.default_window_bytes", lambda sources: window_bytes)
+    found = estimate_sources(
+        resolve_sources([str(tmp_path / "a.jsonl")], RecordOptions()), encoder, seconds=600, seq_lens=(1024,)
+    )
+    row = next(outcome for outcome in found["outcomes"] if outcome["packer"] == "auto")
+    packs, tokens = len(Dataset(out)), int(Dataset(out).index.num_tokens.sum())
+    assert packs > 1.02 * tokens / 1024
+    assert row["packs"] == pytest.approx(packs, rel=0.05)  # sixteen windows stand for all
