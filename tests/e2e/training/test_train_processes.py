@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline import BuildConfig, build
+from shards import Dataset
 
 SETTINGS = {
     "dtype": "fp32", "lr": 1e-2, "schedule": "constant", "tokens_per_batch": 128, "packs_per_step": 8, "log_every": 1,
@@ -122,3 +123,24 @@ def test_the_loss_of_each_source_is_the_same_on_two_processes(build_two_sources,
         assert sorted(expected) == [1, 2]
         for name in ("ddp", "fsdp"):
             assert figures_of(tmp_path / name, key) == pytest.approx(expected, rel=1e-4)
+
+
+def test_two_processes_train_a_model_with_layers_on_rectangles_as_one_does(packed, tmp_path, run_training):
+    fields = {
+        "model_type": "qwen3_next", "vocab_size": Dataset(packed).max_token_id + 1, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "mlp_only_layers": [0, 1], "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    model = tmp_path / "hybrid.json"
+    model.write_text(json.dumps(fields))
+    settings = {"steps": 3, "eval": packed}
+    assert run_training([job(packed, str(model), tmp_path / "one", **settings)]) == [0]
+    jobs = [
+        job(packed, str(model), tmp_path / "ddp", **settings),
+        job(packed, str(model), tmp_path / "fsdp", shard="full", **settings),
+    ]
+    assert run_training(jobs, world_size=2) == [0, 0]
+    for name in ("ddp", "fsdp"):
+        assert_same_run(tmp_path / "one", tmp_path / name, 3, tolerance=1e-4)
