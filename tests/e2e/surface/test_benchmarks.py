@@ -186,7 +186,7 @@ def test_peers_end_a_document_with_the_tokenizers_eos(load, tmp_path, value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["build", "loader", "packing", "train"])
+@pytest.mark.parametrize("name", ["build", "chat", "loader", "packing", "train"])
 def test_a_benchmark_runs_quickly_and_leaves_nothing(name, tmp_path):
     command = [sys.executable, str(FOLDER / "run.py"), "--quick", name]
     with subprocess.Popen(
