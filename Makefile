@@ -16,7 +16,7 @@ HOPPER := nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-lib
 	quack-kernels apache-tvm-ffi torch-c-dlpack-ext einops cuda-python cuda-bindings cuda-pathfinder triton
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all rehearsal lint docs bench peers constraints clean
+.PHONY: help demo test test-all rehearsal lint docs bench gpu peers constraints clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -49,6 +49,9 @@ docs: .venv/.dev ## Write docs/cli.md from --help
 
 bench: .venv/.dev ## Measure against other projects, hours on a quiet machine; BENCH="build --quick" for some
 	$(BIN)/python benchmarks/run.py $(BENCH)
+
+gpu: .venv/.dev ## Check and measure everything that needs a GPU, 8 minutes; again for what is missing; GPU="--dry-run" on a CPU
+	$(BIN)/python benchmarks/gpu_suite.py $(GPU)
 
 peers: .venv/.dev ## Make environments of the other projects that make bench compares with, in .peers
 	$(BIN)/python benchmarks/peers.py $(TORCH_INDEX:%=--pip=%)

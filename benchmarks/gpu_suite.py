@@ -4,7 +4,8 @@ Parts, in order: do all attention backends equal plain attention; how long do th
 document lengths; what do padding, buckets and packing make of the same documents, on a model of 1.24B and on the shape
 of distilgpt2; what does the loop cost beside the same batches on the device, with compiled layers and without. Models
 have random weights, documents random ids. Results are written after every part, as `gpu-suite.json` and `gpu-suite.md`
-under --out; parts that find no time left say so. On a CPU it runs in a tiny form, so that it is tested beforehand.
+under --out; parts that find no time left say so, and a second call runs what is missing.
+On a CPU it runs in a tiny form, so that it is tested beforehand.
 
 Needs torch 2.11, transformers, numba, pyarrow, xxhash and rich. From a source tree:
 
@@ -369,50 +370,71 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def write(out: Path, figures: dict[str, Any], tables: list[Table]) -> None:
-    """Write what there is so far."""
+def write(out: Path, figures: dict[str, Any]) -> None:
+    """Write what there is so far; a kill leaves the files of before or those of now, never half of one."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu-suite.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
     lines = ["# GPU suite", "", json.dumps(figures["machine"]), ""]
-    for heading, columns, rows in tables:
+    shown = figures["tables"] | figures["unfinished"]
+    for heading, columns, rows in (table for tables in shown.values() for table in tables):
         lines += [f"## {heading}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
     lines += [f"* {part}: {said}" for part, said in figures["parts"].items()]
     notes = figures["left_out"] + [
         note for part in figures.values() if isinstance(part, dict) for note in part.get("notes", [])
     ]
-    (out / "gpu-suite.md").write_text("\n".join(lines + [f"* {note}" for note in notes]) + "\n", encoding="utf-8")
+    page = "\n".join(lines + [f"* {note}" for note in notes]) + "\n"
+    for name, text in (("gpu-suite.json", json.dumps(figures, indent=1)), ("gpu-suite.md", page)):
+        beside = out / f"{name}.tmp"
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(out / name)
+
+
+def read_earlier(out: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of an earlier call on the same machine with the same versions, or empty ones."""
+    file = out / "gpu-suite.json"
+    if file.exists():
+        earlier: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if earlier["machine"] == json.loads(json.dumps(machine)):
+            return earlier
+    return {"machine": machine, "parts": {}, "tables": {}, "unfinished": {}, "left_out": []}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-suite"), help="directory of the results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    parser.add_argument("--dry-run", action="store_true", help="the tiny form on the CPU, whatever there is")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="some of the parts")
-    parser.add_argument("--seconds", type=float, default=420, help="no part starts later than this")
+    parser.add_argument("--minutes", type=float, default=8, help="no part starts later than this")
     flags = parser.parse_args(arguments)
-    device, begin = torch.device(flags.device), time.perf_counter()
-    figures: dict[str, Any] = {"machine": describe_machine(device), "parts": {}, "left_out": []}
-    tables: list[Table] = []
+    device, begin = torch.device("cpu" if flags.dry_run else flags.device), time.perf_counter()
+    figures = read_earlier(flags.out, describe_machine(device))
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as folder:
         suite = Suite(device, device.type == "cpu", Path(folder), figures)
         for name in flags.parts:
-            if time.perf_counter() - begin > flags.seconds:
+            if name in figures["tables"]:  # an earlier call ran it to its end
+                tell(f"{name}: there already")
+                continue
+            if time.perf_counter() - begin > 60 * flags.minutes:
                 figures["parts"][name] = "no time left"
                 continue
             started = time.perf_counter()
+            tables: list[Table] = []
             try:
-                tables += PARTS[name](suite)
+                tables.extend(PARTS[name](suite))
+                figures["tables"][name] = tables
+                figures["unfinished"].pop(name, None)
                 figures["parts"][name] = f"{time.perf_counter() - started:.1f} s"
             except Exception as error:  # whatever it is, the parts to come are worth their time
                 traceback.print_exc()
+                figures["unfinished"][name] = tables
                 figures["parts"][name] = f"failed: {type(error).__name__}: {error}"
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             tell(f"{name}: {figures['parts'][name]}")
-            write(flags.out, figures, tables)
-    write(flags.out, figures, tables)
+            write(flags.out, figures)
+    write(flags.out, figures)
     print((flags.out / "gpu-suite.md").read_text())
     if any(said.startswith("failed") for said in figures["parts"].values()):
         sys.exit(1)

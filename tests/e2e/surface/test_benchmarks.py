@@ -64,9 +64,34 @@ def test_the_whole_gpu_suite_runs_in_its_tiny_form(tmp_path):
 
 
 def test_a_part_without_time_left_says_so(load, tmp_path):
-    load("gpu_suite").main(["--out", str(tmp_path), "--device", "cpu", "--seconds", "-1"])
+    load("gpu_suite").main(["--out", str(tmp_path), "--device", "cpu", "--minutes", "-1"])
     parts = json.loads((tmp_path / "gpu-suite.json").read_text())["parts"]
     assert set(parts.values()) == {"no time left"}
+
+
+def test_a_second_call_runs_only_the_parts_that_are_missing(load, tmp_path, monkeypatch):
+    gpu_suite, ran = load("gpu_suite"), []
+
+    def part(name):
+        def run(suite):
+            ran.append(name)
+            if ran.count("second") == 1 and name == "second":
+                raise RuntimeError("killed")
+            yield f"Part {name}", ["a"], [[f"figure of {name}"]]
+
+        return run
+
+    monkeypatch.setattr(gpu_suite, "PARTS", {name: part(name) for name in ("first", "second")})
+    with pytest.raises(SystemExit):
+        gpu_suite.main(["--out", str(tmp_path), "--dry-run"])
+    gpu_suite.main(["--out", str(tmp_path), "--dry-run"])
+    assert ran == ["first", "second", "second"]
+    page = (tmp_path / "gpu-suite.md").read_text()
+    assert all(f"| figure of {name} |" in page for name in ("first", "second"))
+    assert not list(tmp_path.glob("*.tmp"))
+    monkeypatch.setattr(gpu_suite, "describe_machine", lambda device: {"name": "another"})
+    gpu_suite.main(["--out", str(tmp_path), "--dry-run"])
+    assert ran[3:] == ["first", "second"]
 
 
 def test_a_part_that_fails_leaves_the_others_their_turn(load, tmp_path, monkeypatch):
