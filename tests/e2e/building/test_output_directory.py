@@ -195,6 +195,18 @@ def test_a_resumed_build_is_of_one_version_of_the_corpus(options, monkeypatch):
     assert resumed["dataset_id"] == clean["dataset_id"]
 
 
+def test_a_dataset_below_its_corpus_is_no_part_of_it_however_often_it_is_built(options, tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "c.jsonl").write_bytes(lines(60))
+    settings = options | {"sources": corpus, "out": corpus / "packed"}
+    first = build(BuildConfig(**settings)).manifest
+    assert build(BuildConfig(**settings)).manifest == first
+    again = build(BuildConfig(**settings, overwrite=True)).manifest
+    assert again["dataset_id"] == first["dataset_id"]
+    assert first["totals"]["documents"]["read"] == 60
+
+
 def test_verifying_against_a_corpus_that_changed_since_says_so(options):
     at = large_corpus(options["sources"])
     build(BuildConfig(**options | {"window_bytes": 64 << 10}))

@@ -13,9 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline import BuildConfig, build
-from pipeline.building.stores import open_store
+from pipeline.building.stores import RemoteStore, open_store
 from pipeline.cli import main
 from shards import Dataset, PackError, verify
+from shards.lock import Lock, LockedError
 
 BUCKET = "corpora"
 
@@ -195,3 +196,24 @@ def test_a_store_without_credentials_is_one_line(s3, corpus, tokenizer_dir, monk
 def test_a_dataset_is_not_opened_over_the_network(s3):
     with pytest.raises(PackError, match=r"is a URL; .* Copy it to a local disk first"):
         Dataset(f"s3://{BUCKET}/out")
+
+
+def test_foreign_objects_below_the_prefix_are_never_removed(s3, corpus, options):
+    root, source = f"{BUCKET}/shared", (str(corpus / "*.jsonl"),)
+    build(BuildConfig(sources=source, out=f"s3://{root}", **options))
+    s3.pipe_file(f"{root}/notes.txt", b"mine")
+    build(BuildConfig(sources=source, out=f"s3://{root}", overwrite=True, **options | {"seq_len": 64}))
+    assert s3.cat_file(f"{root}/notes.txt") == b"mine"
+    s3.pipe_file(f"{root}/tokenizer/corpus.txt", b"mine")
+    with pytest.raises(PackError, match=r"holds tokenizer/corpus\.txt; expected no file there"):
+        build(BuildConfig(sources=source, out=f"s3://{root}", overwrite=True, **options))
+    assert s3.cat_file(f"{root}/tokenizer/corpus.txt") == b"mine"
+    assert s3.exists(f"{root}/manifest.json")
+    assert not s3.exists(f"{root}/lock.json")
+
+
+def test_one_plan_at_a_time_writes_below_a_prefix(s3, corpus, options):
+    out = f"s3://{BUCKET}/locked"
+    with Lock(RemoteStore(out), "0" * 64), pytest.raises(LockedError, match="another build writes there"):
+        build(BuildConfig(sources=(str(corpus / "*.jsonl"),), out=out, **options))
+    assert not s3.exists(f"{BUCKET}/locked/plan.json")
