@@ -42,7 +42,7 @@ def test_a_model_that_builds_its_own_masks_trains_right(bucketed, tmp_path):
     sizes = ["--tokens-per-batch", "1024", "--packs-per-step", "6"]
     result = CliRunner().invoke(main, ["train", *arguments, *sizes, "--steps", "1", "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    assert "rows hold one document each and run on native attention" in result.stderr
+    assert "all layers: run segment by segment, on rectangles, with transformers' eager" in result.stderr
 
     torch.manual_seed(0)  # the same first weights; then every document by itself
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").eval()

@@ -72,7 +72,9 @@ def test_a_safe_model_is_accepted_and_an_unsafe_one_refused(model_config):
     accepted = CliRunner().invoke(main, ["check-model", model_config(), "--json"])
     assert accepted.exit_code == 0
     assert json.loads(accepted.stdout)["accepted"] is True
-    refused = CliRunner().invoke(main, ["check-model", model_config(model_type="bloom", n_head=2)])
+    refused = CliRunner().invoke(
+        main, ["check-model", model_config(model_type="t5", d_model=16, is_encoder_decoder=True)]
+    )
     assert refused.exit_code == 1
     assert "refused" in refused.output
     missing = CliRunner().invoke(main, ["check-model", "/nowhere/at/all.json"])

@@ -106,15 +106,15 @@ def test_adapter_targets_that_do_not_exist_are_refused(model_config):
     ("fields", "message"),
     [
         ({"schedule": "step"}, "`schedule`: 'step'; expected one of cosine"),
-        ({"steps": 0}, "--steps: 0; expected at least 1"),
-        ({"lr": math.inf}, "--lr: inf"),
-        ({"clip": -1.0}, "--clip: -1.0"),
-        ({"epochs": 0.0}, "--epochs: 0.0"),
+        ({"steps": 0}, "`steps`: 0; expected at least 1"),
+        ({"lr": math.inf}, "`lr`: inf"),
+        ({"clip": -1.0}, "`clip`: -1.0"),
+        ({"epochs": 0.0}, "`epochs`: 0.0"),
         ({"dtype": "fp16"}, "`dtype`: 'fp16'"),
-        ({"eval_every": 2}, "Add --eval DATASET"),
+        ({"eval_every": 2}, "Add `eval`"),
     ],
 )
-def test_bad_settings_are_refused_by_their_flag(fields, message):
+def test_bad_settings_are_refused_by_their_name(fields, message):
     with pytest.raises(PackError, match=message):
         config(**fields)
 
