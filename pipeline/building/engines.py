@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from itertools import islice
 from multiprocessing import forkserver
 from typing import Any
@@ -140,8 +141,13 @@ class _WorkerPool:
             process.join()
 
 
+@cache
 def _context() -> Any:
-    """Return how this program starts processes; where it chose no way, from a server that has our imports ready."""
+    """Return how this program starts processes; where it chose no way, from a server that has our imports ready.
+
+    Asked once, before kernels are compiled: numba then settles on fork, and workers forked beside the thread that
+    compiles would wait for locks which nobody releases.
+    """
     method = multiprocessing.get_start_method(allow_none=True)
     if method is not None or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context(method or "spawn")

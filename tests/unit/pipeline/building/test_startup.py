@@ -1,5 +1,7 @@
 """Which engine a build uses: the reference where it is done sooner, a fast one where it is proven or about to be."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,15 @@ def test_a_build_takes_back_what_an_engine_wrote_that_differs_on_any_character(
     proofs = [(proof["engine"], proof["result"]) for proof in manifest["facts"]["tokenizer_proofs"]]
     assert proofs == [("fastokens", answer)]
     assert verify(tmp_path / "out").ok
+
+
+def test_workers_come_from_the_server_that_was_started_whatever_compiling_settles_on_meanwhile():
+    code = (
+        "import multiprocessing\n"
+        "from pipeline.building import engines\n"
+        "engines.start_server()\n"
+        "multiprocessing.set_start_method('fork', force=True)\n"
+        "print(engines._context().get_start_method())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "forkserver", done.stderr
