@@ -11,6 +11,7 @@ LONGROPE = {
     },
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256}
+MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 KERNELS = ("flash-attn-4", "flash-attn", "torch")
 
 # Configurations of transformers whose own forward reads a value back in every step, and where it does.
@@ -60,6 +61,12 @@ def test_a_step_reads_nothing_back_whatever_the_model_and_the_settings(rehearse)
         "frozen body": {"config": {"freeze": ["model.layers.*"]}},
     }
     assert_took_steps(rehearse({name: {"backend": "flash-attn-4"} | job for name, job in jobs.items()}), jobs)
+
+
+def test_experts_compute_in_the_type_of_autocast(rehearse):
+    results = rehearse({"experts": {"backend": "torch", "model": MOE}})
+    assert_took_steps(results, ["experts"])
+    assert results["experts"]["grouped_dtypes"] == ["torch.bfloat16"]
 
 
 @pytest.mark.parametrize(

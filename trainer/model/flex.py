@@ -48,11 +48,12 @@ def block_mask(cu_seqlens: Tensor, sliding_window: int | None) -> Any:
     """Return the `BlockMask` of packed rows; reads the boundaries back from a GPU."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    first, whole, last = plan_blocks(cu_seqlens.cpu().numpy(), sliding_window)
+    boundaries = cu_seqlens.cpu().numpy()
+    first, whole, last = plan_blocks(boundaries, sliding_window)
     key = np.arange(len(last))
     full = (key >= whole[:, None]) & (key < last[:, None])
     partial = (key >= first[:, None]) & (key <= last[:, None]) & ~full
-    total = int(cu_seqlens[-1])
+    total = int(boundaries[-1])
     places = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True)
 
