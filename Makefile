@@ -42,6 +42,7 @@ lint: .venv/.dev ## Check style, types and the generated docs
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests
 	$(BIN)/python scripts/build_docs.py --check
 
 docs: .venv/.dev ## Write docs/cli.md from --help

@@ -22,7 +22,7 @@ PROCESS = str(Path(__file__).parent / "train_process.py")
 def processes() -> Any:
     """The context that new processes come from."""
     context = multiprocessing.get_context("forkserver")
-    multiprocessing.forkserver._forkserver._stop()  # a build may have started one that has not the same imports
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # a build may have started one that has not the same imports
     context.set_forkserver_preload(["trainer.loop", "transformers.models.llama.modeling_llama"])
     return context
 

@@ -597,7 +597,7 @@ def test_a_model_for_sharding_stays_in_host_memory_while_all_else_is_chosen_for_
     built, build = [], loading._build
 
     def noting(name: str, config: object, dtype: torch.dtype, device: torch.device, *rest: object, **more: object):
-        built.append((config.num_hidden_layers, str(device)))
+        built.append((config.num_hidden_layers, str(device)))  # type: ignore[attr-defined]
         return build(name, config, dtype, device, *rest, **more)
 
     monkeypatch.setattr(loading, "_build", noting)
