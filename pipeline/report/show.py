@@ -46,18 +46,23 @@ class Decoder:
         self.directory = directory
 
     @cached_property
+    def _content(self) -> bytes:
+        file = self.directory / "tokenizer.json"
+        try:
+            return file.read_bytes()
+        except FileNotFoundError as error:
+            raise PackError(f"{file}: is missing; expected the tokenizer of the build. See pack verify.") from error
+
+    @cached_property
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
-        file = self.directory / "tokenizer.json"
-        if not file.exists():
-            raise PackError(f"{file}: is missing; expected the tokenizer of the build. See pack verify.")
-        return Tokenizer.from_str(file.read_text(encoding="utf-8"))  # whatever the directory is called
+        return Tokenizer.from_str(self._content.decode("utf-8"))  # whatever the directory is called
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of added tokens: those that steer a model rather than spell text."""
-        content = json.loads((self.directory / "tokenizer.json").read_bytes())
+        content = json.loads(self._content)
         return frozenset(token["id"] for token in content.get("added_tokens") or ())
 
     def text(self, ids: np.ndarray, before: np.ndarray) -> str:

@@ -5,12 +5,13 @@ documents of 3, 2 and 4 tokens that most of these reports can be told with.
 """
 
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
@@ -18,7 +19,7 @@ from pipeline.packing.rows import assemble_rows
 from pipeline.tokens import Documents
 from shards import Dataset, Pack, PackError
 from shards.schema import Layout
-from trainer import PackedCollator, PackLoader
+from trainer import PackedCollator, PackedLM, PackLoader
 from trainer.batch import HostBuffers, Shape
 from trainer.model.loading import check_model, load_model
 
@@ -118,14 +119,34 @@ def test_a_batch_holds_no_mask_that_could_be_summed_or_compared_with_one(abc):
     }
 
 
-@pytest.mark.parametrize(
-    ("is_decoder", "reason"), [(False, "attention is not causal"), (True, "something else packed than alone")]
-)
-def test_a_model_whose_first_position_is_2_is_refused(tmp_path, is_decoder, reason):
+def test_a_model_whose_first_position_is_2_keeps_its_own_positions(tmp_path):
     """huggingface/transformers#47496: positions from 0 quietly degrade it"""
-    report = check_model(write_config(tmp_path / "model.json", "roberta", is_decoder=is_decoder))
+    config = write_config(tmp_path / "model.json", "roberta", is_decoder=True)
+    loaded = load_model(config)
+    packed = PackedLM(loaded.model, backend=loaded.backend, plain_head=loaded.report.plain_head).eval()
+    native = transformers.RobertaForCausalLM(transformers.AutoConfig.for_model(**json.loads(Path(config).read_text())))
+    native.load_state_dict(loaded.model.state_dict())
+    documents = [[5, 9, 11, 7, 20], [8, 30, 12, 40, 41, 6, 9, 50, 13], [17, 21, 33]]
+    lengths = torch.tensor([len(ids) for ids in documents])
+    ids = torch.tensor([list(chain.from_iterable(documents))])
+    labels = torch.cat([torch.tensor([*ids[1:], -100]) for ids in documents])[None]
+    batch = {
+        "input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None], "shift_labels": labels,
+        "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(), "max_seqlen": int(lengths.max()),
+    }  # fmt: skip
+    alone = sum(
+        torch.nn.functional.cross_entropy(
+            native.eval()(input_ids=torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:]), reduction="sum"
+        )
+        for ids in documents
+    )
+    assert float(packed(batch)) == pytest.approx(float(alone), rel=1e-5)
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path):
+    report = check_model(write_config(tmp_path / "model.json", "roberta", is_decoder=False))
     assert not report.accepted
-    assert reason in report.text()
+    assert "not causal" in report.text()
 
 
 def test_a_row_that_begins_inside_a_document_has_boundaries_like_any_other(build_words):
