@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -83,9 +82,6 @@ class Store(Protocol):
 
     def create(self) -> None:
         """Make the place ready to be written to."""
-
-    def clear(self) -> None:
-        """Remove the whole dataset."""
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Publish `data` as `name` unless there is such a file; return whether it was written."""
@@ -174,16 +170,6 @@ class LocalStore:
             return (self.root / name).stat().st_size
         except FileNotFoundError:
             return None
-
-    def clear(self) -> None:
-        """Remove what a dataset consists of: first what makes it one, last the plan, by which it is recognised."""
-        self.remove("manifest.json")
-        sync_directory(self.root)
-        for name in ("state.json", "dataset_info.json", "index.arrow", "shards.arrow", "rejected.jsonl"):
-            self.remove(name)
-        for directory in ("shards", "tokenizer", TMP):
-            shutil.rmtree(self.root / directory, ignore_errors=True)
-        self.remove("plan.json")
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Write a file unless there is one: a link appears whole or not at all, on network file systems too."""

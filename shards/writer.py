@@ -6,8 +6,7 @@ under its name. A pyarrow writer that is left on an exception ends its file vali
 final name.
 """
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO, Any, TypedDict
 
@@ -19,8 +18,6 @@ from shards.cost import cost_class, padded_length
 from shards.publish import Store, fsync, write
 from shards.schema import BATCH_TOKENS, SEGMENT_COLUMNS, TOKEN_COLUMNS, Layout, shard_metadata
 from shards.sidecar import ShardRecord
-
-Spent = Callable[[str, float], None]  # takes the name of a stage and seconds
 
 
 class Written(TypedDict):
@@ -140,8 +137,8 @@ def arrow_array(buffer: Any, kind: pa.DataType, length: int) -> pa.Array:
 class _HashingFile:
     """What pyarrow writes to: passes bytes on and hashes them."""
 
-    def __init__(self, file: IO[bytes], spent: Spent) -> None:
-        self.file, self.spent = file, spent
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
         self.hash = xxhash.xxh3_128()
         self.bytes = 0
         self.closed = False
@@ -149,9 +146,7 @@ class _HashingFile:
     def write(self, data: Any) -> int:
         view = memoryview(data)
         write(self.file, view)
-        begin = time.perf_counter()
         self.hash.update(view)
-        self.spent("hash", time.perf_counter() - begin)
         self.bytes += view.nbytes
         return view.nbytes
 
@@ -162,9 +157,7 @@ class _HashingFile:
         self.closed = True
 
 
-def write_stream(
-    store: Store, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], spent: Spent = lambda *_: None
-) -> tuple[str, Written]:
+def write_stream(store: Store, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> tuple[str, Written]:
     """Write an Arrow stream aside, fsync it, and publish it.
 
     Args:
@@ -172,7 +165,6 @@ def write_stream(
         name: Final name; `{hash}` in it becomes the first 16 digits of the content hash.
         schema: Schema of the stream.
         batches: Iterable of record batches.
-        spent: Told the seconds that hashing takes.
 
     Returns:
         The final name, and its `bytes` and `xxh3_128`.
@@ -180,7 +172,7 @@ def write_stream(
     scratch = store.scratch(name.rsplit("/", 1)[-1].replace("{hash}", "new"))
     try:
         with scratch.open("wb", buffering=0) as file:
-            sink = _HashingFile(file, spent)
+            sink = _HashingFile(file)
             with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), schema) as stream:
                 for batch in batches:
                     stream.write_batch(batch)
@@ -200,7 +192,6 @@ def write_shard(
     window: int,
     rows: PackedRows,
     batch_tokens: int = BATCH_TOKENS,
-    spent: Spent = lambda *_: None,
 ) -> ShardRecord:
     """Publish `rows` as the shard of `window`.
 
@@ -209,7 +200,7 @@ def write_shard(
     """
     schema = layout.schema(shard_metadata(plan_id, window))
     name, written = write_stream(
-        store, f"shards/{window:08d}-{{hash}}.arrow", schema, rows.batches(layout, schema, batch_tokens), spent
+        store, f"shards/{window:08d}-{{hash}}.arrow", schema, rows.batches(layout, schema, batch_tokens)
     )
     return {
         "file": name,

@@ -98,10 +98,6 @@ class RemoteStore:
         with suppress(FileNotFoundError):
             self._target[0].rm_file(self._path(name))
 
-    def clear(self) -> None:
-        """Remove the whole dataset."""
-        self._target[0].rm(self._target[1], recursive=True)
-
     def put_new(self, name: str, data: bytes) -> bool:
         """Upload `data` unless there is such a file; return whether it was uploaded."""
         self._target[0].invalidate_cache()

@@ -8,7 +8,6 @@ read, the JSON form of the values. `parsing.py` says what a record is, this file
 
 import io
 import os
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -121,8 +120,6 @@ class WindowReader:
         self.spans: list[SliceRange] = []
         self._slices, self._payloads = slices, payloads
         self._kept_chars = 0
-        self.spent: Callable[[str, float], None] = lambda stage, seconds: None
-        "Told the seconds of parsing and hashing, which are part of iterating."
         self._hash = xxhash.xxh3_128()
         self._lines_to = (-1, 0, 0)  # file, byte offset, lines before it
 
@@ -176,7 +173,6 @@ class WindowReader:
             return chunks[number].locate(index - first - starts[number])
 
         parser = chunks[0].parser
-        begin = time.perf_counter()
         values, indices = parser.parse_batch(raws), np.arange(first, self.num_records)
         if values is None:
             values, kept = [], []
@@ -187,7 +183,6 @@ class WindowReader:
                 except BadRecord as bad:
                     self._refuse(index, where(index), str(bad), raw)
             indices = np.array(kept, dtype=np.int64)
-        self.spent("parse", time.perf_counter() - begin)
         size = sum(chunk.size for chunk in chunks)
         self.raw_bytes += size
 
@@ -197,9 +192,7 @@ class WindowReader:
         return RecordBatch(values, indices, size, where, reject)
 
     def _note(self, raw: bytes) -> None:
-        begin = time.perf_counter()
         self._hash.update(raw)
-        self.spent("hash", time.perf_counter() - begin)
 
     def _refuse(self, index: int, where: str, reason: str, raw: Any) -> None:
         if self.on_error == "fail":
