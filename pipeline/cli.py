@@ -390,7 +390,7 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
     if not as_json and report.ok:
         rows = (report.shards_checked, "shard"), (report.packs_checked, "pack"), (report.tokens_checked, "token")
         seen = "files, sizes and sums" if level == "size" else ", ".join(counted(*each) for each in rows)
-        say(f"{dataset}: sound ({level}: {seen} checked){report.against and '; '}{report.against}")
+        say(f"{dataset}: intact ({level}: {seen} checked){report.against and '; '}{report.against}")
     if not report.ok:
         raise SystemExit(1)
 

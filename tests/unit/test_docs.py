@@ -29,3 +29,14 @@ def test_there_are_pages_to_check():
     assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "architecture.md", "cli.md", "format.md"} <= {
         page.name for page in PAGES
     }
+
+
+def test_the_architecture_page_says_where_to_change_each_thing_once_and_names_files_that_exist():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = page.partition("## Where do I change X\n")[2].partition("\n## ")[0]
+    things = re.findall(r"^\| ([^|]+) \|", table, flags=re.MULTILINE)
+    assert len(things) > 10
+    assert sorted(set(things)) == sorted(things)
+    paths = re.findall(r"`((?:pipeline|shards|trainer|docs|tests)/[\w/.]+)`", page)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert page.rstrip().endswith("<!-- end of modules -->")
