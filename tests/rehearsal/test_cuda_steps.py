@@ -91,6 +91,14 @@ def test_models_that_read_a_value_back_are_known_and_still_do(rehearse):
         assert place in results[name]["trace"]
 
 
+def test_chunked_layers_and_flex_read_the_boundaries_back(rehearse):
+    chunks = {"model_type": "llama4_text", "attention_chunk_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+    jobs = {"chunks": {"backend": "torch", "model": chunks}, "flex": {"backend": "flex"}}
+    results = rehearse(jobs)
+    assert results["chunks"]["at"].endswith((":_chunked", ":chunk_offsets")), results["chunks"]
+    assert results["flex"]["at"].endswith(":block_mask"), results["flex"]
+
+
 def test_the_loop_over_segments_waits_for_the_device(rehearse):
     result = rehearse({"loop": {"backend": "cpu"}})["loop"]
     assert result["read"]

@@ -410,3 +410,20 @@ def test_on_a_gpu_a_forward_waits_for_the_device_nowhere(name: str) -> None:
         packed(batch, 256.0).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_compiler_does_not_trace_into_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+
+    def kernel(q: torch.Tensor, **_: Any) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())  # what the compiler traces sees True
+        return q * 2
+
+    install(monkeypatch, "flash_attn", "unused", None)
+    install(monkeypatch, "flash_attn.cute", "flash_attn_varlen_func", kernel)
+    q, cu = torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    compiled = torch.compile(
+        lambda q: ATTENTION_BACKENDS["flash-attn-4"](q, q, q, cu, 4, None, 1.0) + 1, backend="eager"
+    )
+    torch.testing.assert_close(compiled(q), q * 2 + 1)
+    assert traced == [False]
