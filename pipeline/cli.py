@@ -140,8 +140,7 @@ class PackGroup(click.Group):
             raise
         except PackError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            message = getattr(error, "flag_message", str(error))
-            raise click.ClickException(printable(in_flags(message, command or self))) from error
+            raise click.ClickException(printable(in_flags(str(error), command or self))) from error
 
 
 def _make_printable(error: click.ClickException) -> None:

@@ -23,23 +23,20 @@ class FormatError(PackError):
 
 
 class OptionError(PackError):
-    """An argument has a value that cannot be used.
-
-    The message starts with the argument's name, as a Python caller knows it (`seq_len: 0; expected at least 1.`); the
-    command line shows `flag_message` instead, which starts with the flag (`--seq-len: 0; …`).
+    """An argument has a value that cannot be used, and names it: "`packs_per_step`: 0; expected at least 1".
 
     Args:
-        name: The argument, such as "packs_per_step".
+        name: The argument, such as "packs_per_step"; the command line writes its flag in its place.
         what: The value and what was expected, as full sentences.
     """
 
     def __init__(self, name: str, what: str) -> None:
-        super().__init__(f"{name}: {what}")
-        self.flag_message = f"--{name.replace('_', '-')}: {what}"
+        super().__init__(name, what)
 
-    def __reduce__(self) -> tuple[type["OptionError"], tuple[str, str]]:
-        name, _, what = str(self).partition(": ")
-        return (OptionError, (name, what))
+    def __str__(self) -> str:
+        """Return the message."""
+        name, what = self.args
+        return f"`{name}`: {what}"
 
 
 class SegmentTooLongError(PackError):

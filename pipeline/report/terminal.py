@@ -130,7 +130,7 @@ def headline(report: DatasetReport) -> Iterator[list[str]]:
 def _lost_to_windows(report: DatasetReport) -> str:
     fill, windows = report["fill"], report["disk"]["shards"]
     lost = fill["min_packs_of_windows"] / fill["min_packs"] - 1.0 if fill["min_packs"] else 0.0
-    return f" ({format_share(lost)} since {counted(windows, 'window')} are packed alone)" if lost > 0.001 else ""
+    return f" ({format_share(lost)} since {windows:,} windows are packed alone)" if windows > 1 and lost > 0.001 else ""
 
 
 def _parts(documents: DocumentCounts) -> str:

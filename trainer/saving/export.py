@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shards import Dataset
 from shards.errors import PackError, reason_of
+from shards.quiet import quiet
 from trainer.checks import TOKENIZER_FILES
 from trainer.config import TrainConfig
 from trainer.distributed import World
@@ -43,7 +44,8 @@ def export(
         PackError: The directory cannot be written.
     """
     try:
-        return _export(model, out, dataset, config, world, figures)
+        with quiet():
+            return _export(model, out, dataset, config, world, figures)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else reason_of(error)
         raise PackError(
@@ -101,8 +103,9 @@ def add_end_marks(model: Any, trained: list[int]) -> list[str]:
     if not added:
         return []
     model.generation_config.eos_token_id = known + added
-    ids = ", ".join(map(str, added))
-    return [f"export: generation stops at id {ids} too, the end mark that was trained (it stopped at {known} before)"]
+    stops, stopped = (", ".join(map(str, ids)) for ids in (added, known))
+    before_this = f"it stopped at {stopped} before" if known else "nothing stopped it before"
+    return [f"export: generation stops at id {stops} too, the end mark that was trained ({before_this})"]
 
 
 def untie(model: Any) -> list[str]:

@@ -168,12 +168,12 @@ def test_the_share_of_pairs_that_can_meet_grows_to_a_full_shuffle():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "shuffled"}, "order: 'shuffled'; expected one of block-shuffled, block-cost-grouped"),
-        ({"block_shards": 0}, "shuffle_block_shards: 0; expected at least 1"),
-        ({"packs_per_step": 10_000}, "packs_per_step: a step takes 10000 packs, an epoch has"),
-        ({"mix": (("books", 1),)}, "mix: books=1; expected one of the sources web, code, law"),
-        ({"mix": (("law", 1),)}, "mix: source law has no tokens"),
-        ({"mix": (("web", 1),), "order": "block-cost-grouped"}, "mix: gives one sequence of sources"),
+        ({"order": "shuffled"}, "`order`: 'shuffled'; expected one of block-shuffled, block-cost-grouped"),
+        ({"block_shards": 0}, "`shuffle_block_shards`: 0; expected at least 1"),
+        ({"packs_per_step": 10_000}, "`packs_per_step`: a step takes 10000 packs, an epoch has"),
+        ({"mix": (("books", 1),)}, "`mix`: books=1; expected one of the sources web, code, law"),
+        ({"mix": (("law", 1),)}, "`mix`: source law has no tokens"),
+        ({"mix": (("web", 1),), "order": "block-cost-grouped"}, "`mix`: gives one sequence of sources"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(options, message):

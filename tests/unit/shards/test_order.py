@@ -255,15 +255,15 @@ def test_a_source_goes_on_in_the_next_epoch_where_it_stopped():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "sorted"}, "order: 'sorted'; expected one of shuffled, cost-grouped"),
-        ({"last_step": "keep"}, "last_step: 'keep'; expected one of drop, pad"),
-        ({"packs_per_step": 9, "packs_per_batch": 2}, "packs_per_step: 9; expected a multiple of 2"),
+        ({"order": "sorted"}, "`order`: 'sorted'; expected one of shuffled, cost-grouped"),
+        ({"last_step": "keep"}, "`last_step`: 'keep'; expected one of drop, pad"),
+        ({"packs_per_step": 9, "packs_per_batch": 2}, "`packs_per_step`: 9; expected a multiple of 2"),
         ({"packs_per_step": 200}, "a step takes 200 packs, an epoch has 103"),
         ({"mix": (("books", 1),), "sources": SOURCES}, "books=1; expected one of the sources web, code, law"),
         ({"mix": (("web", 0),), "sources": SOURCES}, "web=0; expected a finite weight above 0"),
         ({"mix": (("web", float("nan")),), "sources": SOURCES}, "web=nan; expected a finite weight above 0"),
-        ({"mix": (("web", 1),), "sources": SOURCES, "order": "cost-grouped"}, "mix: gives one sequence"),
-        ({"mix": (("web", 1),), "sources": SOURCES, "mix_by": "lines"}, "mix_by: 'lines'; expected one of tokens"),
+        ({"mix": (("web", 1),), "sources": SOURCES, "order": "cost-grouped"}, "`mix`: gives one sequence"),
+        ({"mix": (("web", 1),), "sources": SOURCES, "mix_by": "lines"}, "`mix_by`: 'lines'; expected one of tokens"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(options, message):

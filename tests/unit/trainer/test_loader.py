@@ -87,7 +87,7 @@ def test_a_block_order_goes_on_from_its_state_on_another_number_of_ranks(make_da
 
 def test_a_block_order_of_rectangles_is_refused(make_dataset, documents):
     dataset = make_dataset({"main": documents(80, 200, seed=5)}, 256, "bucketed")
-    with pytest.raises(PackError, match=r"order: block-shuffled does not go with a bucketed dataset\."):
+    with pytest.raises(PackError, match=r"`order`: block-shuffled does not go with a bucketed dataset\."):
         PackLoader(dataset, order="block-shuffled")
 
 
@@ -191,12 +191,12 @@ def test_a_state_of_another_dataset_is_refused(dataset):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": -1, "world_size": 2}, "rank: -1; expected 0 to 1, since world_size is 2."),
-        ({"rank": 2, "world_size": 2}, "rank: 2; expected 0 to 1, since world_size is 2."),
-        ({"world_size": 0}, "world_size: 0; expected at least 1."),
-        ({"packs_per_step": 0}, "packs_per_step: 0; expected at least 1."),
-        ({"packs_per_step": -4}, "packs_per_step: -4; expected at least 1."),
-        ({"tokens_per_batch": 0}, "tokens_per_batch: 0; expected at least one pack of 48 tokens."),
+        ({"rank": -1, "world_size": 2}, "`rank`: -1; expected 0 to 1, since world_size is 2."),
+        ({"rank": 2, "world_size": 2}, "`rank`: 2; expected 0 to 1, since world_size is 2."),
+        ({"world_size": 0}, "`world_size`: 0; expected at least 1."),
+        ({"packs_per_step": 0}, "`packs_per_step`: 0; expected at least 1."),
+        ({"packs_per_step": -4}, "`packs_per_step`: -4; expected at least 1."),
+        ({"tokens_per_batch": 0}, "`tokens_per_batch`: 0; expected at least one pack of 48 tokens."),
     ],
 )
 def test_ranks_and_sizes_that_cannot_be_are_refused(dataset, fields, message):
