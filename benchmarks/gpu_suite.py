@@ -111,7 +111,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: int | N
 
 
 def equality(suite: Suite) -> Iterator[Table]:
-    """Hold every backend against the definition, forward and backward."""
+    """Check every backend against the definition, forward and backward."""
     lengths = np.array([0, 1, 33, 0, 7, 64, 20] if suite.tiny else [0, 1, 700, 33, 0, 7, 1024, 64, 129, 90])
     rows = suite.figures["equality"] = []
     for head_dim in (16,) if suite.tiny else (64, 96, 128):

@@ -225,15 +225,15 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def disagreements(rows: list[dict[str, Any]], tolerance: float) -> dict[str, float]:
-    """Hold the losses of every row, step by step, against those of the first.
+    """Compare the losses of every row, step by step, with those of the first.
 
     Returns:
         Largest relative difference of the rows where it is above the tolerance, or not a number.
     """
-    sound = [row for row in rows if "losses" in row]
+    compared = [row for row in rows if "losses" in row]
     found = {}
-    for row in sound[1:]:
-        pairs = zip(row["losses"], sound[0]["losses"], strict=True)
+    for row in compared[1:]:
+        pairs = zip(row["losses"], compared[0]["losses"], strict=True)
         differences = [abs(ours - theirs) / abs(theirs) for ours, theirs in pairs]
         if not all(each <= tolerance for each in differences):  # so that not-a-number is found too
             found[row["strategy"]] = max(differences)

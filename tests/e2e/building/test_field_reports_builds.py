@@ -290,13 +290,13 @@ def test_packing_without_effect_is_said_and_fails_a_strict_inspection(build_word
     alone = build_words([ids(10, 6)] * 8, 10)
     shared = build_words([ids(10, 5)] * 16, 10, "shared")
     flags = ("--packs-per-step", 8, "--json")
-    found, sound = (run("inspect", dataset.path, "--strict", *flags) for dataset in (alone, shared))
-    assert found.exit_code == 1
-    report = json.loads(found.stdout)
+    unpacked, packed = (run("inspect", dataset.path, "--strict", *flags) for dataset in (alone, shared))
+    assert unpacked.exit_code == 1
+    report = json.loads(unpacked.stdout)
     assert report["segments_per_pack"]["mean"] == 1.0
     assert report["fill"]["rate"] == pytest.approx(0.6)
     assert any(warning.startswith("Packing had little effect") for warning in report["warnings"])
     assert "Packing had little effect" in run("inspect", alone.path).stdout
     assert run("inspect", alone.path).exit_code == 0
-    assert (json.loads(sound.stdout)["warnings"], sound.exit_code) == ([], 0)
+    assert (json.loads(packed.stdout)["warnings"], packed.exit_code) == ([], 0)
     assert run("inspect", shared.path, alone.path, "--strict", *flags).exit_code == 1

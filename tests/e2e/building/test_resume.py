@@ -85,9 +85,9 @@ def test_a_damaged_dataset_is_mended_by_resume_alone(options, ran, damage):
     ran.clear()
     with pytest.raises(PackError, match=r"damaged build of this plan. Add `resume=True`"):
         build(BuildConfig(**options))
-    mended = build(BuildConfig(**options, resume=True)).manifest
+    resumed = build(BuildConfig(**options, resume=True)).manifest
     assert ran == ([2] if "shard" in damage or "sidecar" in damage else [])
-    assert mended["dataset_id"] == whole["dataset_id"]
+    assert resumed["dataset_id"] == whole["dataset_id"]
     assert verify(out).ok
 
 

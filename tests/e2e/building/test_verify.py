@@ -30,13 +30,13 @@ def build_small(root: Path, tokenizer: str, text: str = "one two") -> Path:
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> Path:
-    return build_small(tmp_path_factory.mktemp("sound"), tokenizer_dir)
+def intact(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> Path:
+    return build_small(tmp_path_factory.mktemp("intact"), tokenizer_dir)
 
 
 @pytest.fixture
-def copy(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "copy"))
+def copy(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "copy"))
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def run_verify(root: Path) -> tuple[int, str]:
     return result.exit_code, result.stderr
 
 
-def test_a_sound_dataset_verifies_at_every_level(sound):
+def test_an_intact_dataset_verifies_at_every_level(intact):
     for level in ("size", "sample", "full"):
-        report = verify(sound, level)
+        report = verify(intact, level)
         assert report.ok, report.problems
         assert (report.shards_checked > 2) == (level != "size")
 
@@ -120,14 +120,14 @@ def test_a_missing_file_is_named(copy, place, kind):
 
 @pytest.mark.parametrize("change", ["flipped", "cut off"])
 @pytest.mark.parametrize("kind", ["shard", "sidecar", "index", "list", "manifest", "state", "info", "tokenizer"])
-def test_what_verify_advises_for_a_damaged_file_mends_it(copy, place, sound, tokenizer_dir, kind, change):
+def test_what_verify_advises_for_a_damaged_file_fixes_it(copy, place, intact, tokenizer_dir, kind, change):
     data = place(kind).read_bytes()
     middle = len(data) // 2
     damaged = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if change == "flipped" else data[:middle]
     place(kind).write_bytes(damaged)
     assert "Restore it, or delete it and build with --resume." in run_verify(copy)[1]
     place(kind).unlink()
-    options = {"sources": (str(sound.parent / "c.jsonl"),), "tokenizer": tokenizer_dir, "seq_len": 32}
+    options = {"sources": (str(intact.parent / "c.jsonl"),), "tokenizer": tokenizer_dir, "seq_len": 32}
     build(BuildConfig(out=str(copy), window_bytes=64, resume=True, **options))
     assert verify(copy).problems == []
 
@@ -190,9 +190,9 @@ def test_a_directory_without_a_dataset_is_one_line(tmp_path):
     ]
 
 
-def test_an_id_beyond_a_models_vocabulary_is_named_with_its_document(sound):
-    largest = max(int(row["input_ids"].max()) for row in Dataset(sound))
-    assert verify(sound, vocab_size=largest + 1).ok
-    problems = verify(sound, vocab_size=largest).problems
+def test_an_id_beyond_a_models_vocabulary_is_named_with_its_document(intact):
+    largest = max(int(row["input_ids"].max()) for row in Dataset(intact))
+    assert verify(intact, vocab_size=largest + 1).ok
+    problems = verify(intact, vocab_size=largest).problems
     assert {problem.rule for problem in problems} == {"F11"}
     assert f"is id {largest}; expected 0 to {largest - 1}" in problems[0].message

@@ -1,4 +1,4 @@
-"""Which packs come when: every pack once, the same steps at any world size, exact resume, sound batches."""
+"""Which packs come when: every pack once, the same steps at any world size, exact resume, intact batches."""
 
 import json
 import pickle
