@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from shards.errors import PackError
 
 NAME = "lock.json"
+CLAIM = "lock.claim.json"  # who has it may replace a dead owner's lock
 BEAT_S = 10.0
 STALE_S = 120.0
 ATTEMPTS = 20
@@ -132,9 +133,8 @@ class Lock:
                 lock = self._read() or lock
             owners = _alive(lock["owners"])
             if not owners:
-                gone = _names(lock["owners"])
-                self.on_message(f"{self.store.location}: took over the lock of {gone}, which died there")
-                self.store.remove(NAME)
+                if self._take_over():
+                    return
                 continue
             if lock["identity"] == self.identity and not self.alone and not lock["alone"]:
                 self.store.put(NAME, self._with_me(owners))
@@ -146,6 +146,29 @@ class Lock:
                 "Wait for it to end, stop it, or choose another `out`."
             )
         raise LockedError(f"{self.store.location}/{NAME}: comes and goes; expected to get it. Run the command again.")
+
+    def _take_over(self) -> bool:
+        """Replace a lock whose owners are dead; return whether this process did.
+
+        Two processes may read the same dead lock. Only one at a time has the claim, and it reads the lock again, so
+        the second finds the first one's lock and leaves it alone.
+        """
+        if not self.store.put_new(CLAIM, self._with_me({})):
+            claim = self._read(CLAIM)
+            if claim is not None and not _alive(claim["owners"]):
+                self.store.remove(CLAIM)
+            time.sleep(0.02)
+            return False
+        try:
+            lock = self._read()
+            if lock is None or _alive(lock["owners"]):
+                return False
+            self.store.put(NAME, self._with_me({}))
+        finally:
+            self.store.remove(CLAIM)
+        gone = _names(lock["owners"])
+        self.on_message(f"{self.store.location}: took over the lock of {gone}, which died there")
+        return True
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
@@ -168,9 +191,9 @@ class Lock:
         else:
             self.store.put(NAME, self._with_me(lock["owners"]))
 
-    def _read(self) -> dict[str, Any] | None:
-        """Return the lock; None where there is none. What cannot be parsed belongs to nobody."""
-        data = self.store.get(NAME)
+    def _read(self, name: str = NAME) -> dict[str, Any] | None:
+        """Return the lock, or the claim; None where there is none. What cannot be parsed belongs to nobody."""
+        data = self.store.get(name)
         if data is None:
             return None
         try:

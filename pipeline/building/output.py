@@ -194,7 +194,7 @@ def _decide_without_plan(state: OutputState, config: BuildConfig | Request) -> D
             )
         _refuse_strays(state, whole_manifest(state))
         return Decision(action="start", remove=owned_files(state))
-    strangers = [name for name in state.sizes[""] if name not in (TMP, "shards", "tokenizer", lock.NAME)]
+    strangers = [name for name in state.sizes[""] if name not in (TMP, "shards", "tokenizer", lock.NAME, lock.CLAIM)]
     strangers += [f"{directory}/{name}" for directory in ("shards", "tokenizer") for name in state.sizes[directory]]
     if strangers:
         raise PackError(

@@ -97,6 +97,35 @@ def test_an_owner_without_a_heartbeat_is_taken_over_and_that_is_said(place):
     assert said == [f"{place.location}: took over the lock of process 1 on elsewhere, which died there"]
 
 
+def test_two_that_find_the_same_dead_lock_do_not_both_get_it():
+    bucket = Bucket()
+    leave_behind(bucket, OTHER, beat=time.time() - STALE_S - 1)
+    first, slow = Lock(bucket, IDENTITY), Bucket()
+    slow.files = bucket.files
+
+    def read_then_wait(name: str) -> bytes | None:
+        """Read the dead lock; the other one takes it over before this one goes on."""
+        data = bucket.get(name)
+        if not first.held:
+            first.__enter__()
+        return data
+
+    slow.get = read_then_wait  # type: ignore[method-assign]
+    with pytest.raises(LockedError, match="another build writes there"):
+        Lock(slow, "c" * 64).__enter__()
+    assert first.id in json.loads(bucket.files[NAME])["owners"]
+    first.__exit__()
+    assert bucket.files == {}
+
+
+def test_a_claim_left_by_a_process_that_died_is_no_hindrance(place):
+    leave_behind(place, OTHER, beat=time.time() - STALE_S - 1)
+    assert place.put_new(locks.CLAIM, place.get(NAME))
+    with Lock(place, IDENTITY):
+        assert owners(place) != [1]
+    assert (place.get(NAME), place.get(locks.CLAIM)) == (None, None)
+
+
 def test_an_owner_on_another_machine_lives_as_long_as_its_heartbeat_is_young(place):
     leave_behind(place, OTHER, beat=time.time() - STALE_S / 2)
     with pytest.raises(LockedError, match="process 1 on elsewhere"), Lock(place, IDENTITY):
