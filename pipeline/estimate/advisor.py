@@ -5,6 +5,7 @@ files that cannot be cut are read from their beginning. Packers then run on the 
 by bytes.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from pipeline.report.dataset import SEQ_LENS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, load_shape
 from pipeline.report.padding import LengthHistogram, round_up_lengths
 from pipeline.sources.discovery import resolve_sources
-from pipeline.sources.windows import Source, cut_windows, streamed_files
+from pipeline.sources.windows import Source, cut_windows, streamed_files, weight_of
 from shards.counts import add_numbers
 from shards.errors import PackError, counted
 
@@ -40,11 +41,13 @@ class Sample:
 
     source: Source
     total_bytes: int | None
-    "Bytes of the whole source; None where nobody knows."
+    "Bytes of the whole source, compressed where they are; None where nobody knows."
     lengths: list[np.ndarray] = field(default_factory=list)
     "Tokens per document, batch by batch."
+    stored_bytes: int = 0
+    "What was read of them."
     raw_bytes: int = 0
-    "What was read, in bytes."
+    "The same as it is parsed: streamed files as JSONL."
     rejected: int = 0
     empty: int = 0
     first_rejected: str = ""
@@ -59,9 +62,9 @@ class Sample:
     @property
     def scale(self) -> float:
         """How many times the sample the source is."""
-        if self.whole or not self.raw_bytes or self.total_bytes is None:
+        if self.whole or not self.stored_bytes or self.total_bytes is None:
             return 1.0
-        return max(1.0, self.total_bytes / self.raw_bytes)
+        return max(1.0, self.total_bytes / self.stored_bytes)
 
 
 def estimate_corpus(
@@ -129,7 +132,7 @@ def estimate_sources(
     samples = draw_samples(sources, encoder, seconds, seed)
     elapsed = time.perf_counter() - begin
     lengths = np.concatenate([np.zeros(0, np.int64), *[chunk for sample in samples for chunk in sample.lengths]])
-    seen = sum(sample.raw_bytes for sample in samples)
+    seen = sum(sample.stored_bytes for sample in samples)
     if not len(lengths):
         raise no_documents_error(samples)
     rows = [row for seq_len in seq_lens for row in try_packers(samples, seq_len, shape)]
@@ -140,7 +143,7 @@ def estimate_sources(
     tokens = sum(sum(int(chunk.sum()) for chunk in sample.lengths) * sample.scale for sample in samples)
     best = recommend(rows, shape.max_positions)
     known = all(sample.whole or sample.total_bytes is not None for sample in samples)
-    total = sum(sample.raw_bytes * sample.scale for sample in samples)
+    total = sum(sample.stored_bytes * sample.scale for sample in samples)
     return {
         "sample": {
             "bytes": seen,
@@ -172,7 +175,7 @@ def estimate_sources(
 
 def draw_samples(sources: list[Source], encoder: Encoder, seconds: float, seed: int) -> list[Sample]:
     """Read chunks at random places, and streamed files part by part, until the time is up; some of every source."""
-    sizes = [[file.bytes for file in source.files] for source in sources]
+    sizes = [[weight_of(file) for file in source.files] for source in sources]
     totals = [None if any(size is None for size in each) else sum(size or 0 for size in each) for each in sizes]
     samples = [Sample(source, total) for source, total in zip(sources, totals, strict=True)]
     places = draw_places(sources, max(CHUNK_BYTES, sum(total or 0 for total in totals) // MAX_CHUNKS), seed)
@@ -182,6 +185,7 @@ def draw_samples(sources: list[Source], encoder: Encoder, seconds: float, seed: 
         sample = samples[chunk.source]
         sample.lengths += [documents.lengths for documents in chunk.documents]
         sample.raw_bytes += chunk.raw_bytes
+        sample.stored_bytes += chunk.stored_bytes
         sample.empty += chunk.empty
         sample.rejected += len(chunk.rejected)
         sample.unread_fields = add_numbers(sample.unread_fields, chunk.unread_fields)
@@ -200,12 +204,12 @@ def draw_samples(sources: list[Source], encoder: Encoder, seconds: float, seed: 
 
 def _count_windows(sample: Sample, planned: int, window_bytes: int) -> int:
     """Return the windows of one source: those that can be cut unread, and those that its streamed files give."""
-    sizes = {index: file.bytes or 0 for index, file in enumerate(sample.source.files)}
-    streamed = streamed_files(sample.source)
-    raw = sum(sizes[index] for index in streamed)
-    if sample.whole:  # compressed files are larger once they are read
-        raw = max(raw, sample.raw_bytes - sum(sizes.values()) + raw)
-    return planned + (max(1, -(-raw // window_bytes)) if streamed else 0)
+    files = [sample.source.files[index] for index in streamed_files(sample.source)]
+    if not files:
+        return planned
+    stored = sum(weight_of(file) or 0 for file in files)
+    grows = sample.raw_bytes / sample.stored_bytes if sample.stored_bytes else 1.0
+    return planned + max(1, math.ceil(stored * grows / window_bytes))
 
 
 def no_documents_error(samples: list[Sample]) -> PackError:

@@ -17,7 +17,7 @@ from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import Rejected, WindowReader
-from pipeline.sources.streams import stream_windows
+from pipeline.sources.streams import Meter, stream_windows
 from pipeline.sources.windows import Slice, Source, cut_windows, enumerate_streams
 from pipeline.tokens import Documents
 from shards.errors import PackError
@@ -36,6 +36,9 @@ class Chunk(NamedTuple):
     "Its place among all chunks of the corpus, in plan order; parts of one streamed file share it."
     documents: list[Documents]
     raw_bytes: int
+    "Bytes read, as they are parsed."
+    stored_bytes: int
+    "The same in the bytes by which the file counts in its source: compressed where it is."
     empty: int
     "Records without a token."
     rejected: list[Rejected]
@@ -71,7 +74,8 @@ def read_chunks(
     for position, (order, (index, place)) in enumerate(places):
         if position >= len(sources) and expired():
             return
-        for reader in _readers(sources[index], place):
+        counted, meter = 0, Meter()
+        for reader in _readers(sources[index], place, meter):
             documents, empty, late = [], 0, False
             for batch in reader:
                 made, drops = makers[index].make(batch)
@@ -81,17 +85,20 @@ def read_chunks(
                 if late:
                     break
             unread = makers[index].unread_fields.take()
-            yield Chunk(index, order, documents, reader.raw_bytes, empty, reader.rejected, not late, unread)
+            raw_bytes = reader.raw_bytes
+            stored_bytes = meter.bytes - counted if isinstance(place, int) else raw_bytes
+            counted = meter.bytes
+            yield Chunk(index, order, documents, raw_bytes, stored_bytes, empty, reader.rejected, not late, unread)
             if late:
                 break
 
 
-def _readers(source: Source, place: tuple[Slice, ...] | int) -> Iterator[WindowReader]:
+def _readers(source: Source, place: tuple[Slice, ...] | int, meter: Meter) -> Iterator[WindowReader]:
     """Yield a reader of a window's slices, or, of the streamed file with that index, one for each part."""
     if isinstance(place, tuple):
         yield WindowReader(source, place, on_error="skip")
     else:
-        for slices, payloads in stream_windows(source, (place,), CHUNK_BYTES):
+        for slices, payloads in stream_windows(source, (place,), CHUNK_BYTES, meter):
             yield WindowReader(source, slices, on_error="skip", payloads=payloads)
 
 

@@ -9,7 +9,7 @@ import csv
 import io
 import sys
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 import orjson
 
@@ -42,7 +42,41 @@ class StreamedWindow(NamedTuple):
     "The raw JSONL bytes of each slice."
 
 
-def stream_windows(source: Source, files: Iterable[int], window_bytes: int) -> Iterator[StreamedWindow]:
+class Meter:
+    """Counts the bytes of streamed files that were read, as they are stored: compressed where they are."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+class _MeteredStream:
+    """A stream that tells its meter what is read of it."""
+
+    def __init__(self, stream: IO[bytes], meter: Meter) -> None:
+        self._stream, self._meter = stream, meter
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self._meter.bytes += len(data)
+        return data
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def stream_windows(
+    source: Source, files: Iterable[int], window_bytes: int, meter: Meter | None = None
+) -> Iterator[StreamedWindow]:
     """Read streamed files one after another, and cut them at line ends as if they were one.
 
     Small files share a window, a large one gives several. Each window is the shortest of at least `window_bytes`
@@ -50,15 +84,22 @@ def stream_windows(source: Source, files: Iterable[int], window_bytes: int) -> I
 
         files of 3, 3 and 9 lines of a byte each, windows of 4 bytes: [3 + 1], [2 + 2], [4], [3]
 
+    Args:
+        source: Whose files are read.
+        files: Their indices.
+        window_bytes: Minimum size of a window, as JSONL.
+        meter: Counts what is read.
+
     Raises:
         SourceError: A file cannot be read, decompressed or framed.
     """
+    meter = meter or Meter()
     slices: list[Slice] = []
     payloads: list[bytes] = []
     room = window_bytes
     for file in files:
         buffer, line, searched = bytearray(), 0, 0
-        for chunk in _chunks(source.files[file], source):
+        for chunk in _chunks(source.files[file], source, meter):
             buffer += chunk
             while len(buffer) >= room:
                 end = buffer.find(b"\n", max(room - 1, searched)) + 1
@@ -83,25 +124,26 @@ def stream_windows(source: Source, files: Iterable[int], window_bytes: int) -> I
         yield StreamedWindow(tuple(slices), tuple(payloads))
 
 
-def _chunks(file: SourceFile, source: Source) -> Iterator[bytes]:
+def _chunks(file: SourceFile, source: Source, meter: Meter) -> Iterator[bytes]:
     """Yield JSONL bytes in pieces of any size."""
     with reaching(file.location, file.name):
         if file.format == "arrow" and file.compression is None and file.location != "-":
             with reading_as("Arrow", file.name):
                 yield from _join(_rows(arrow_batches(file.location)))
+            meter.bytes += file.bytes or 0  # mapped, so known at its end only
         elif file.compression is None:
-            with _opened(file) as stream:
+            with _opened(file, meter) as stream:
                 yield from _framed(file, source, stream)
         else:
-            with reading_as(file.compression, file.name), _opened(file) as stream:
+            with reading_as(file.compression, file.name), _opened(file, meter) as stream:
                 yield from _framed(file, source, stream)
 
 
-def _opened(file: SourceFile) -> Any:
+def _opened(file: SourceFile, meter: Meter) -> Any:
     """Open and decompress."""
     import pyarrow as pa
 
-    stream = sys.stdin.buffer if file.location == "-" else open_source(file.location)
+    stream = _MeteredStream(sys.stdin.buffer if file.location == "-" else open_source(file.location), meter)
     if file.compression is None:
         return stream
     # Unlike the zstandard package, this notices a stream that ends too early.

@@ -76,7 +76,7 @@ class Window(NamedTuple):
 
 def default_window_bytes(sources: Iterable[Source]) -> int:
     """Return a sixteenth of the corpus, between 16 and 256 MiB; 64 MiB where a size is unknown."""
-    sizes = [_weight(file) for source in sources for file in source.files]
+    sizes = [weight_of(file) for source in sources for file in source.files]
     known = [size for size in sizes if size is not None]
     return 64 * MIB if len(known) < len(sizes) else min(max(sum(known) // 16, 16 * MIB), 256 * MIB)
 
@@ -93,7 +93,7 @@ def cut_windows(sources: list[Source], window_bytes: int | None = None) -> tuple
     windows = []
     for number, source in enumerate(sources):
         files = [(index, file) for index, file in enumerate(source.files) if not is_streamed(file)]
-        total = sum(_weight(file) or 0 for _, file in files)
+        total = sum(weight_of(file) or 0 for _, file in files)
         count = max(1, -(-total // limit))
         bounds = [total * index // count for index in range(count + 1)]
         of_window: list[list[Slice]] = [[] for _ in range(count)]
@@ -101,7 +101,7 @@ def cut_windows(sources: list[Source], window_bytes: int | None = None) -> tuple
         for index, file in files:
             for window, slice_ in _slices(index, file, source.options, begin, bounds):
                 of_window[window].append(slice_)
-            begin += _weight(file) or 0
+            begin += weight_of(file) or 0
         windows += [Window(number, tuple(members)) for members in of_window if members]
     return windows, limit
 
@@ -123,7 +123,7 @@ def enumerate_streams(sources: list[Source]) -> list[tuple[int, int]]:
     return [(number, file) for number, source in enumerate(sources) for file in streamed_files(source)]
 
 
-def _weight(file: SourceFile) -> int | None:
+def weight_of(file: SourceFile) -> int | None:
     """Return the bytes by which a file counts: those of the columns that are read for tables, all of it for others."""
     return file.bytes if file.read_bytes is None else file.read_bytes
 
@@ -135,7 +135,7 @@ def _slices(
 
     A unit that cannot be cut (a text file, a row group) goes to the window in which it begins.
     """
-    size = _weight(file) or 0
+    size = weight_of(file) or 0
     if file.format == "parquet":
         at = begin
         groups: dict[int, list[int]] = {}

@@ -1,8 +1,10 @@
 """What a plan promises, against what a build of the same corpus gives."""
 
+import gzip
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
@@ -216,3 +218,46 @@ def test_a_plan_counts_the_packs_that_windows_cost(tmp_path, tokenizer_dir, enco
     packs, tokens = len(Dataset(out)), int(Dataset(out).index.num_tokens.sum())
     assert packs > 1.02 * tokens / 1024
     assert row["packs"] == pytest.approx(packs, rel=0.05)  # sixteen windows stand for all
+
+
+def _small_files(folder, kind):
+    """Write 300 files of one to three records of some 10 to 200 words; return the folder."""
+    rng = np.random.default_rng(7)
+    folder.mkdir()
+    for number in range(300):
+        texts = ["word and " * int(rng.integers(5, 100)) for _ in range(int(rng.integers(1, 4)))]
+        records = [{"text": text} for text in texts]
+        lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+        content, suffix = {
+            "json": (json.dumps(records).encode(), "json"),
+            "csv": (("text\n" + "".join(f"{text}\n" for text in texts)).encode(), "csv"),
+            "gzip": (gzip.compress(lines), "jsonl.gz"),
+            "zstd": (pa.compress(lines, codec="zstd", asbytes=True), "jsonl.zst"),
+            "jsonl": (lines, "jsonl"),
+        }[kind]
+        (folder / f"{number}.{suffix}").write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "gzip", "zstd", "jsonl"])
+def test_small_files_are_predicted_within_a_percent(kind, tmp_path, tokenizer_dir, encoder, monkeypatch):
+    corpus = _small_files(tmp_path / "corpus", kind)
+    sources = resolve_sources([str(corpus)], RecordOptions())
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "256", "--workers", "1", "--out", str(tmp_path / "out")]
+    built = CliRunner().invoke(main, ["build", str(corpus), *flags])
+    assert built.exit_code == 0, built.output
+    stored = sum(file.stat().st_size for file in corpus.iterdir())
+    for seconds in (10**6, 200):  # all of it, and about two thirds of the files
+        clock = iter(range(10**6))
+        monkeypatch.setattr("pipeline.estimate.advisor.time.perf_counter", lambda clock=clock: float(next(clock)))
+        found = estimate_sources(sources, encoder, seconds=seconds, seq_lens=(256,))
+        row = next(outcome for outcome in found["outcomes"] if outcome["packer"] == "auto")
+        dataset = Dataset(tmp_path / "out")
+        assert found["sample"]["corpus_bytes"] == stored
+        assert found["sample"]["whole"] is (seconds == 10**6 or kind == "jsonl")  # one chunk holds all that is plain
+        fill = int(dataset.index.num_tokens.sum()) / (len(dataset) * 256)
+        assert row["fill"] == pytest.approx(fill, rel=0.01)
+        if found["sample"]["whole"]:
+            assert row["packs"] == pytest.approx(len(dataset), rel=0.01)
+        else:
+            assert row["packs"] == pytest.approx(len(dataset), rel=0.05)  # 200 files say what 300 hold
