@@ -6,6 +6,8 @@ A row is one document, unless a column tells that several were packed into it:
     position_ids [0, 1, 2, 0], cu_seqlens [0, 3, 4]  the same, said in other ways
 
 Labels stand in the places of their ids, unshifted, -100 where there is no target (the convention of transformers).
+Where `seq_start_id` tells the documents, rows are Megatron-Bridge's, whose mask says of each token whether the next one
+is trained; it is moved to the targets.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from pipeline.sources.tokenized import (
     CU_SEQLENS,
     POSITION_IDS,
     SEQ_LENGTHS,
+    SEQ_START_ID,
     Ragged,
     TokenTable,
     table_of_records,
@@ -104,6 +107,10 @@ def _boundaries(
         steps[1:] -= told.values[:-1]
         return steps[inner], np.maximum(told.lengths - 1, 0)
     starts = np.zeros(len(ids.values), bool)
+    if SEQ_START_ID in table.columns:
+        told = table.columns[SEQ_START_ID]
+        inside = (told.values >= 0) & (told.values < np.repeat(ids.lengths, told.lengths))  # else it is another row's
+        starts[(told.values + np.repeat(ids.offsets[:-1], told.lengths))[inside]] = True
     starts[ids.offsets[:-1][ids.lengths > 0]] = True
     if positions is not None:
         starts |= positions == 0
@@ -184,6 +191,8 @@ class _Checks:
                 self._rows_of(self.ids, (mask != 0) & (mask != 1)),
                 lambda row: f"field {name!r} holds {self._odd(name, row)}; expected 0 or 1",
             )
+            if SEQ_START_ID in self.table.columns:
+                mask = np.concatenate([np.zeros(1, mask.dtype), mask])[: len(mask)]
             self.mask = mask.astype(np.uint8) if self.mask is None else self.mask & mask.astype(np.uint8)
 
     def _odd(self, name: str, row: int) -> int:
@@ -218,7 +227,8 @@ class _Checks:
             )
 
     def _check_boundaries(self) -> None:
-        for name, check in ((SEQ_LENGTHS, _bad_lengths), (CU_SEQLENS, _bad_offsets)):
+        told = ((SEQ_LENGTHS, _bad_lengths), (CU_SEQLENS, _bad_offsets), (SEQ_START_ID, _bad_starts))
+        for name, check in told:
             if name in self.table.columns:
                 column = self.table.columns[name]
                 for row, reason in check(column, self.ids.lengths):
@@ -248,3 +258,10 @@ def _bad_offsets(column: Ragged, lengths: npt.NDArray[np.int64]) -> Iterator[tup
         offsets = column.row(row)
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != length or (np.diff(offsets) < 0).any():
             yield row, f"is no rise from 0 to {length:,}, the number of ids; expected cumulative lengths"
+
+
+def _bad_starts(column: Ragged, lengths: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:
+    for row, length in enumerate(lengths.tolist()):
+        starts = column.row(row)
+        if len(starts) == 0 or starts[0] != 0 or starts[-1] >= max(length, 1) or (np.diff(starts) <= 0).any():
+            yield row, f"does not rise from 0 to below {length:,}, the number of ids; expected where documents begin"

@@ -18,7 +18,8 @@ import xxhash
 from pipeline.config import RecordOptions
 from pipeline.sources.parsing import fields_of, name_of
 
-SEQ_LENGTHS, CU_SEQLENS, POSITION_IDS = "seq_lengths", "cu_seqlens", "position_ids"  # each tells documents of a row
+# each tells documents of a row
+SEQ_LENGTHS, CU_SEQLENS, SEQ_START_ID, POSITION_IDS = "seq_lengths", "cu_seqlens", "seq_start_id", "position_ids"
 ATTENTION_MASK = "attention_mask"
 
 
@@ -83,7 +84,7 @@ class TokenTable:
 def token_fields(names: Collection[str], options: RecordOptions) -> list[str]:
     """Return the fields that are read of records with these: the named ones, and what tells documents of a row."""
     beside = [name for name in (options.labels_field, options.mask_field) if name is not None]
-    known = [name for name in (SEQ_LENGTHS, CU_SEQLENS, POSITION_IDS, ATTENTION_MASK) if name in names]
+    known = [name for name in (SEQ_LENGTHS, CU_SEQLENS, SEQ_START_ID, POSITION_IDS, ATTENTION_MASK) if name in names]
     return list(dict.fromkeys([options.ids_field, *beside, *known]))
 
 

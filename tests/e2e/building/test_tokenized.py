@@ -95,7 +95,7 @@ def test_labels_and_masks_say_which_ids_are_targets(tmp_path, pack, name, field)
 
 
 @pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("told", ["seq_lengths", "position_ids", "cu_seqlens"])
+@pytest.mark.parametrize("told", ["seq_lengths", "position_ids", "cu_seqlens", "seq_start_id"])
 def test_packed_rows_are_taken_apart_into_their_documents(tmp_path, pack, name, told):
     rows = []
     for first, second in PAIRS:
@@ -108,6 +108,7 @@ def test_packed_rows_are_taken_apart_into_their_documents(tmp_path, pack, name, 
                     "seq_lengths": lengths,
                     "position_ids": [place for length in lengths for place in range(length)],
                     "cu_seqlens": [0, lengths[0], sum(lengths)],
+                    "seq_start_id": [0, lengths[0]],
                 }[told],
             }
         )
