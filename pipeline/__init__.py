@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pipeline.config import RepackConfig as RepackConfig
     from pipeline.documents.encoder import Encoder as Encoder
     from pipeline.estimate.advisor import estimate_corpus as estimate_corpus
+    from pipeline.export.config import DatasetExportConfig as DatasetExportConfig
+    from pipeline.export.run import ExportResult as ExportResult
+    from pipeline.export.run import export_dataset as export_dataset
     from pipeline.packing.packers import PACKERS as PACKERS
     from pipeline.packing.packers import Bins as Bins
     from pipeline.packing.packers import pack as pack
@@ -23,19 +26,23 @@ _HOMES = {
     "Bins": "pipeline.packing.packers",
     "BuildConfig": "pipeline.config",
     "BuildResult": "pipeline.building.driver",
+    "DatasetExportConfig": "pipeline.export.config",
     "Encoder": "pipeline.documents.encoder",
+    "ExportResult": "pipeline.export.run",
     "Progress": "pipeline.building.progress",
     "RecordOptions": "pipeline.config",
     "RepackConfig": "pipeline.config",
     "build": "pipeline.building.driver",
     "estimate_corpus": "pipeline.estimate.advisor",
+    "export_dataset": "pipeline.export.run",
     "inspect": "pipeline.report.inspection",
     "pack": "pipeline.packing.packers",
     "repack": "pipeline.building.repack",
 }
 __all__ = [
-    "PACKERS", "Bins", "BuildConfig", "BuildResult", "Encoder", "Progress", "RecordOptions", "RepackConfig",
-    "__version__", "build", "estimate_corpus", "inspect", "pack", "repack",
+    "PACKERS", "Bins", "BuildConfig", "BuildResult", "DatasetExportConfig", "Encoder", "ExportResult", "Progress",
+    "RecordOptions", "RepackConfig", "__version__", "build", "estimate_corpus", "export_dataset", "inspect", "pack",
+    "repack",
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from shards.settings import Setting, check_settings, format_settings, parse_mix,
 from shards.text import printable
 
 LAZY = {
+    "export": "pipeline.export.cli:export",
     "train": "trainer.cli:train",
     "export-model": "trainer.cli:export_model",
     "check-model": "trainer.cli:check_model",
@@ -94,7 +95,7 @@ def in_flags(message: str, command: click.Command) -> str:
 
 
 class PackGroup(click.Group):
-    """A group whose torch commands load late, and whose faults are one line each."""
+    """A group whose other commands load late, and whose faults are one line each."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names in the order of a person's work."""

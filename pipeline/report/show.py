@@ -65,6 +65,11 @@ class Decoder:
         content = json.loads(self._content)
         return frozenset(token["id"] for token in content.get("added_tokens") or ())
 
+    def decode_batch(self, ids: list[list[int]]) -> list[str]:
+        """Return the text of each list of ids, decoded by itself, control tokens spelled out."""
+        texts: list[str] = self._tokenizer.decode_batch(ids, skip_special_tokens=False)
+        return texts
+
     def text(self, ids: np.ndarray, before: np.ndarray) -> str:
         """Decode `ids`, which follow the ids `before`: decoders drop a space at the start of a text, not inside it."""
         head = self._tokenizer.decode(before.tolist(), skip_special_tokens=False) if len(before) else ""

@@ -47,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "pipeline.report": ANYWHERE | {"pipeline.packing"},
     "pipeline.building": ANYWHERE | {"pipeline.sources", "pipeline.documents", "pipeline.packing"},
     "pipeline.estimate": ANYWHERE | {f"pipeline.{room}" for room in ("sources", "documents", "packing", "report")},
+    "pipeline.export": ANYWHERE | {f"pipeline.{room}" for room in ("building", "cli", "report", "sources")},
     "trainer.model": {"trainer.config", "trainer.batch"},
     "trainer.saving": {f"trainer.{room}" for room in ("checks", "config", "distributed", "metrics", "model")},
     "trainer.bench": TRAINING | BUILDS | {"trainer.demo_corpus"},
