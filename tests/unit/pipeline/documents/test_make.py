@@ -29,17 +29,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def encoder(tokenizer_dir: str) -> Encoder:
-    return Encoder(tokenizer_dir)
-
-
-@pytest.fixture(scope="module")
-def full(tokenizer_dir: str) -> Tokenizer:
-    """The tokenizer as users have it; offsets count characters."""
-    return Tokenizer.from_file(f"{tokenizer_dir}/tokenizer.json")
-
-
 def refuse(index: int, reason: str) -> None:
     """Stop at a bad record, as a build does unless it is told to skip."""
     raise SourceError(f"record {index}: {reason}")

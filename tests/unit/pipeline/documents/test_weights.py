@@ -30,11 +30,6 @@ def refuse(index: int, reason: str) -> None:
     raise SourceError(reason)
 
 
-@pytest.fixture(scope="module")
-def encoder(tokenizer_dir: str) -> Encoder:
-    return Encoder(tokenizer_dir)
-
-
 def make(encoder: Encoder, records: list[Any], **options: Any) -> Documents:
     maker = DocumentMaker(encoder, RecordOptions(**{"kind": "chat", **options}))
     return maker.make(RecordBatch(records, np.arange(len(records)), 0, str, refuse))[0]
