@@ -276,7 +276,7 @@ class _Build:
         if changed:
             raise PackError(
                 f"{self.job.out}: holds a dataset of another version of the corpus: {self._files_of(changed[0])} "
-                f"changed since ({counted(len(changed), 'window')} differ); expected the same bytes. "
+                f"changed since (in {counted(len(changed), 'window')}); expected the same bytes. "
                 "Choose another `out`, or `overwrite=True`."
             )
 

@@ -14,10 +14,16 @@ from shards.errors import PackError, SourceError, reason_of
 BATCH_BYTES = 4 << 20  # read and parsed at once
 MAX_RECORD_BYTES = 256 << 20  # what is larger has no end, or was packed to fill the memory
 END_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 64 << 10, 4 << 10, 14
-COMPRESSED = (  # first bytes, name, way out
+MARKS = (  # first bytes, name, way out
     (b"\x1f\x8b\x08", "gzip", "Decompress it (gzip -dc), or give a file whose name ends in .gz."),
     (b"\x28\xb5\x2f\xfd", "zstd", "Decompress it (zstd -dc), or give a file whose name ends in .zst."),
     (b"\xfd7zXZ\0", "xz", "Decompress it (xz -dc)."),
+    (b"BZh91AY&SY", "bzip2", "Decompress it (bzip2 -dc)."),
+    (b"PK\x03\x04", "zip", "Unpack it."),
+    (b"PAR1\x15", "Parquet", 'Say `format="parquet"`, or name it so.'),
+    (b"ARROW1\0\0", "Arrow", 'Say `format="arrow"`, or name it so.'),
+    (b"\xff\xff\xff\xff", "Arrow", 'Say `format="arrow"`, or name it so.'),
+    (b"\x93NUMPY", "numpy", "Name it .npy, and see --help for token ids."),
 )
 ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "checksum")
 
@@ -130,14 +136,14 @@ def foreign_kind(head: bytes) -> str | None:
     """Return what a file is that should be text in UTF-8 and begins with the mark of something else, and what to do."""
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8."
-    for mark, kind, remedy in COMPRESSED:
+    for mark, kind, remedy in MARKS:
         if head.startswith(mark):
             return f"is {kind} data, which its name does not say; expected text in UTF-8. {remedy}"
     return None
 
 
 def refuse_foreign(head: bytes, name: str) -> None:
-    """Raise SourceError for a file that should be text and begins with the mark of UTF-16 or of compressed data."""
+    """Raise SourceError for a file that should be text and begins with the mark of something else."""
     if foreign := foreign_kind(head):
         raise SourceError(f"{name}: {foreign}")
 

@@ -153,7 +153,7 @@ def _opened(file: SourceFile, meter: Meter) -> Any:
 def _framed(file: SourceFile, source: Source, stream: IO[bytes]) -> Iterator[bytes]:
     head = stream.read(CHUNK_BYTES)
     whole_text = file.format == "text" and source.options.text_unit == "file"
-    if not whole_text:
+    if not whole_text and file.format not in ("parquet", "arrow"):
         refuse_foreign(head, file.name)
     head = head.removeprefix(b"\xef\xbb\xbf")
     chunks = _rest(head, stream)

@@ -162,7 +162,7 @@ def test_one_digit_in_the_middle_of_a_large_file_is_noticed(options):
     first = build(BuildConfig(**settings)).manifest
     assert build(BuildConfig(**settings)).manifest == first
     change(options["sources"], at)
-    with pytest.raises(PackError, match=r"another version of the corpus: c\.jsonl changed since \(1 window differ"):
+    with pytest.raises(PackError, match=r"another version of the corpus: c\.jsonl changed since \(in 1 window\)"):
         build(BuildConfig(**settings))
     second = build(BuildConfig(**settings, overwrite=True)).manifest
     assert second["plan_id"] == first["plan_id"]

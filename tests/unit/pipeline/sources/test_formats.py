@@ -144,6 +144,31 @@ def test_compressed_data_on_stdin_is_named_too(monkeypatch, kind, read_all):
         read_all(resolve_sources(["-"], OPTIONS))
 
 
+def _arrow(new_writer):
+    sink = pa.BufferOutputStream()
+    with new_writer(sink, pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.table({"text": TEXTS}))
+    return sink.getvalue().to_pybytes()
+
+
+def _parquet():
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": TEXTS}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [("Parquet", _parquet()), ("Arrow", _arrow(pa.ipc.new_file)), ("Arrow", _arrow(pa.ipc.new_stream))],
+)
+def test_a_table_without_its_suffix_is_named_with_the_way_out(tmp_path, monkeypatch, kind, content, read_all):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    for given, name in ((str(tmp_path / "a.jsonl"), "a.jsonl"), ("-", "stdin")):
+        with pytest.raises(SourceError, match=f'{name}.*: is {kind} data.*Say `format="{kind.lower()}"`'):
+            read_all(resolve_sources([given], OPTIONS))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
