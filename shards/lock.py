@@ -50,6 +50,9 @@ class Place(Protocol):
     def remove(self, name: str) -> None:
         """Remove a file."""
 
+    def prune(self) -> None:
+        """Remove directories that are empty."""
+
 
 class Lock:
     """Hold a place while writing there: a context manager.
@@ -108,6 +111,7 @@ class Lock:
             self.store.put(NAME, _content(lock["identity"], lock["alone"], others))
         else:
             self.store.remove(NAME)
+            self.store.prune()  # nobody is at work there, who would miss an empty directory
 
     def check(self) -> None:
         """Raise LockedError where other work has taken the place over: this process was taken for dead."""

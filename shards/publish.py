@@ -133,7 +133,9 @@ class LocalStore:
 
     def publish(self, scratch: Path, name: str) -> None:
         """Rename a finished, fsynced scratch file to its final name."""
-        rename(scratch, self.root / name)
+        target = self.root / name
+        target.parent.mkdir(exist_ok=True)
+        rename(scratch, target)
 
     def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
         """Publish `data` as `name`: written aside, fsynced, renamed."""

@@ -106,8 +106,6 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
         raise explain_failure(error, job.out) from error
     except MemoryError as error:
         raise explain_failure(error, job.out) from error
-    finally:
-        store.prune()
 
 
 def explain_failure(error: Exception, out: str) -> PackError:

@@ -87,8 +87,6 @@ def repack(config: RepackConfig, progress: Progress | None = None) -> BuildResul
         raise explain_failure(error, output.out) from error
     except MemoryError as error:
         raise explain_failure(error, output.out) from error
-    finally:
-        store.prune()
     return BuildResult(path=output.out, plan_id=output.plan_id, manifest=manifest)
 
 
