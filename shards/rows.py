@@ -180,12 +180,17 @@ def _token_problems(batch: ArrowBatch, segments: Segments, layout: Layout, token
             yield from _rows_of(wrong, offsets, "F9", what)
     if "loss_weights" in batch.lists:
         weights, mask = batch.lists["loss_weights"][0], batch.lists["loss_mask"][0]
-        wrong = ~np.isfinite(weights) | ((weights > 0) != (mask > 0)) | (weights < 0)
-        wrong |= (weights > 0) & (weights < MIN_WEIGHT)
+        wrong = ((weights > 0) != (mask > 0)) | ~_storable(weights)
         if wrong.any():
             yield from _rows_of(
                 wrong, offsets, "F9", "loss_weights are not 2^-14 to 65,504 at the targets and 0 elsewhere"
             )
+
+
+def _storable(weights: np.ndarray) -> np.ndarray:
+    """Say for each weight whether it is 0, or from 2^-14 to the largest finite float16."""
+    fits: np.ndarray = np.isfinite(weights) & ((weights == 0) | (weights >= MIN_WEIGHT))
+    return fits
 
 
 def _segment_problems(batch: ArrowBatch, segments: Segments, window: int) -> Iterator[RowProblem]:
@@ -195,6 +200,12 @@ def _segment_problems(batch: ArrowBatch, segments: Segments, window: int) -> Ite
         lambda k: f"names document {ids[k]}, part {parts[k]}, from token {starts[k]}; expected one of window {window}",
     )  # fmt: skip
     hidden = batch.lists["start_targets"][0]
+    if "start_weights" in batch.lists:
+        weights = batch.lists["start_weights"][0]
+        yield from _segments(
+            ((weights > 0) != (hidden > 0)) | ~_storable(weights), segments, "F12",
+            lambda k: f"start_weights is {weights[k]} where start_targets is {hidden[k]}",
+        )  # fmt: skip
     yield from _segments(
         (hidden > 1) | ((hidden > 0) & (starts == 0)), segments, "F12",
         lambda k: f"start_targets is {hidden[k]} where the document begins at token {starts[k]} of a segment",

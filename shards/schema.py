@@ -15,7 +15,7 @@ from shards.plan import FORMAT, VERSION, Plan, Stored, TokenizerPlan, stored_col
 BATCH_TOKENS = 1 << 20  # per record batch: few enough batches to open fast, far below the 2^31 of list offsets
 
 TOKEN_COLUMNS = ("input_ids", "position_ids", "loss_mask", "loss_weights")
-SEGMENT_COLUMNS = ("doc_ids", "doc_parts", "doc_offsets", "start_targets", "segment_lens")
+SEGMENT_COLUMNS = ("doc_ids", "doc_parts", "doc_offsets", "start_targets", "start_weights", "segment_lens")
 ROW_COLUMNS = ("max_seqlen", "num_targets", "attention_pairs", "cost_class", "padded_length")
 
 
@@ -62,6 +62,7 @@ class Layout:
             "doc_parts": (pa.list_(pa.int32()), True),
             "doc_offsets": (pa.list_(pa.int32()), True),
             "start_targets": (pa.list_(pa.uint8()), True),
+            "start_weights": (pa.list_(pa.float16()), self.loss_weights),
             "turn_ends": (pa.list_(pa.int32()), self.turn_ends),
             "segment_lens": (pa.list_(pa.int32()), self.align > 1),
             "max_seqlen": (pa.int32(), True),

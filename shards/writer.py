@@ -57,6 +57,8 @@ class PackedRows:
     "int32 (num_segments,)"
     start_targets: np.ndarray
     "uint8 (num_segments,): 1 where a cut made a target the segment's first token"
+    start_weights: np.ndarray | None = None
+    "float16 (num_segments,): the weight of that target, 0 where there is none"
     turn_ends: np.ndarray | None = None
     "int32, flat: where turns end, counted from the row's beginning"
     turn_offsets: np.ndarray | None = None

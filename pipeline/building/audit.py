@@ -1,13 +1,13 @@
 """Prove that a dataset holds its corpus: tokenize the sources again and look for every document.
 
 For each window the records are read and tokenized afresh with the reference engine. Every document must then be there
-exactly once, its tokens in order without a gap, with the same mask; a document that is absent must have a reason that
-the plan names, and a document cut short must have been cut by its policy. Packing is not repeated, so this does not
-trust the packer, the gathering or the writer.
+exactly once, its tokens in order without a gap, with the same mask and weights; a document that is absent must have a
+reason that the plan names, and a document cut short must have been cut by its policy. Packing is not repeated, so this
+does not trust the packer, the gathering or the writer.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,18 @@ from shards.sidecar import read_sidecar
 from shards.verification import VerifyReport
 
 CHANGED = "The corpus changed since the build. Give the files as they were, or build again."
+
+
+class _Piece(NamedTuple):
+    """Some tokens of a document, as they were packed or as the source gives them."""
+
+    offset: int
+    ids: Any
+    mask: Any
+    weights: Any
+    "The weight of each token; its mask in a dataset without weights."
+    hidden: Any
+    "The weight of the first token, which is no target behind a cut."
 
 
 def audit_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> None:
@@ -93,21 +105,28 @@ def audit_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> No
 def _window_problems(
     dataset: Dataset, packs: range, tokens: Documents, source: Source, plan: Plan
 ) -> Iterator[tuple[str, str]]:
-    pieces: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
+    pieces: dict[tuple[int, int], list[_Piece]] = {}
+    weighted = dataset.layout.loss_weights
     for number in packs:
         row = dataset[number]
         begins = row["cu_seqlens"][:-1]
         ends = begins + row.get("segment_lens", np.diff(row["cu_seqlens"]))
         for segment, document in enumerate(zip(row["doc_ids"].tolist(), row["doc_parts"].tolist(), strict=True)):
             begin, end = begins[segment], ends[segment]
-            piece = (int(row["doc_offsets"][segment]), row["input_ids"][begin:end], row["loss_mask"][begin:end])
+            mask = row["loss_mask"][begin:end]
+            piece = _Piece(
+                int(row["doc_offsets"][segment]), row["input_ids"][begin:end], mask,
+                row["loss_weights"][begin:end] if weighted else mask,
+                row["start_weights"][segment] if weighted else row["start_targets"][segment],
+            )  # fmt: skip
             pieces.setdefault(document, []).append(piece)
+    trained = np.ones(len(tokens.input_ids), np.uint8) if tokens.loss_mask is None else tokens.loss_mask
+    weights = trained if tokens.loss_weights is None else tokens.loss_weights
     parts = np.zeros(len(tokens.doc_ids), np.int32) if tokens.doc_parts is None else tokens.doc_parts
     for number, document in enumerate(zip(tokens.doc_ids.tolist(), parts.tolist(), strict=True)):
         begin, end = tokens.offsets[number : number + 2]
-        ids = tokens.input_ids[begin:end]
-        mask = tokens.mask_of(begin, end)
-        wrong = _document_problem(pieces.pop(document, []), ids, mask, source.options, plan)
+        source_piece = _Piece(0, tokens.input_ids[begin:end], trained[begin:end], weights[begin:end], 0)
+        wrong = _document_problem(pieces.pop(document, []), source_piece, source.options, plan)
         if wrong:
             yield _name(document), wrong
     for document in pieces:
@@ -120,10 +139,9 @@ def _name(document: tuple[int, int]) -> str:
     return f"document {document[0]} (window {window}, record {record}{part})"
 
 
-def _document_problem(
-    pieces: list[tuple[int, Any, Any]], ids: Any, mask: Any, options: RecordOptions, plan: Plan
-) -> str | None:
+def _document_problem(pieces: list[_Piece], whole: _Piece, options: RecordOptions, plan: Plan) -> str | None:
     """Return what is wrong with the packed pieces of one document, or None."""
+    ids, mask, weights = whole.ids, whole.mask, whole.weights
     policy = PACKERS[plan["packer"]["name"]].cut_policy or options.overlong_policy
     overlong = len(ids) > plan["seq_len"]
     if not pieces:
@@ -131,15 +149,19 @@ def _document_problem(
             return None
         may_vanish = overlong and policy in ("drop", "truncate", "truncate-turns", "split")
         return None if may_vanish else f"has {len(ids)} tokens and is not packed"
-    place = first = min(piece[0] for piece in pieces)
-    for offset, piece_ids, piece_mask in sorted(pieces, key=lambda piece: piece[0]):
+    place = first = min(piece.offset for piece in pieces)
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        offset = piece.offset
         if offset != place:
             return f"has token {min(offset, place)} {'twice' if offset < place else 'missing'}"
-        place += len(piece_ids)
-        if not np.array_equal(piece_ids, ids[offset:place]):
+        place += len(piece.ids)
+        if not np.array_equal(piece.ids, ids[offset:place]):
             return f"has other tokens in {offset}:{place} than the source gives"
-        if piece_mask[0] or not np.array_equal(piece_mask[1:], mask[offset + 1 : place]):
+        if piece.mask[0] or not np.array_equal(piece.mask[1:], mask[offset + 1 : place]):
             return f"has another loss mask in {offset}:{place} than the source gives"
+        hidden = weights[offset] if offset else 0
+        if piece.hidden != hidden or not np.array_equal(piece.weights[1:], weights[offset + 1 : place]):
+            return f"has other loss weights in {offset}:{place} than the source gives"
     if (first or place != len(ids)) and not (overlong and policy in ("truncate", "truncate-turns")):
         return f"has tokens {first}:{place} packed of {len(ids)}"
     return None

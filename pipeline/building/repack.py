@@ -46,6 +46,8 @@ class StoredWindow:
     "Place of each document's first token in the document as it was tokenized; int64 (num_documents,)."
     first_targets: np.ndarray
     "1 where that token was a target before a cut; uint8 (num_documents,)."
+    first_weights: np.ndarray | None
+    "The weight of that target; float16 (num_documents,), None in a dataset without weights."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +230,9 @@ def repack_window(dataset: Dataset, number: int, plan: Plan, options: RecordOpti
             doc_offsets=(rows.doc_offsets + stored.first_offsets[document]).astype(np.int32),
             start_targets=np.where(begins, stored.first_targets[document], rows.start_targets).astype(np.uint8),
         )
+        if rows.start_weights is not None and stored.first_weights is not None:
+            weights = np.where(begins, stored.first_weights[document], rows.start_weights)
+            rows = replace(rows, start_weights=weights.astype(np.float16))
     heads = int(stored.first_targets.sum())
     counts = _counts(before["counts"], balance, heads, len(segments.length), len(rows))
     with stages.time("write"):
@@ -258,9 +263,6 @@ def join_documents(dataset: Dataset, number: int) -> StoredWindow:
 
     A document of 10 tokens that was cut at 6 lies in two packs, as (offset 0, 6 tokens) and (offset 6, 4 tokens):
     sorted by document and offset, its pieces stand behind each other, and their tokens end to end are the document.
-
-    Raises:
-        PackError: A weight was lost where a document was cut.
     """
     first = int(dataset.shards.columns["first_pack"][number])
     rows = [dataset[pack] for pack in range(first, first + dataset.shards[number]["rows"])]
@@ -281,17 +283,14 @@ def join_documents(dataset: Dataset, number: int) -> StoredWindow:
     heads = np.flatnonzero(new)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     places = np.arange(ends[-1]) + np.repeat(starts[order] - ends[:-1], lengths)
-    mask = weights = None
+    mask = weights = cut_weights = None
     if dataset.layout.loss_mask:
         mask = _joined([row["loss_mask"] for row in rows], np.uint8)[places]
         mask[ends[:-1]] = cut_targets
     if dataset.layout.loss_weights:
         weights = _joined([row["loss_weights"] for row in rows], np.float16)[places]
-        if cut_targets[~new].any():
-            raise PackError(
-                f"{dataset.path}: window {number} has targets with weights where documents were cut; expected none, "
-                "since their weights are not stored. Build again from the corpus."
-            )
+        cut_weights = _joined([row["start_weights"] for row in rows], np.float16)[order]
+        weights[ends[:-1]] = cut_weights
     documents = Documents(
         input_ids=_joined([row["input_ids"] for row in rows], np.int32)[places],
         offsets=np.append(ends[heads], ends[-1]),
@@ -303,7 +302,8 @@ def join_documents(dataset: Dataset, number: int) -> StoredWindow:
     if dataset.plan["turn_ends"]:
         turns = _joined([row["turn_ends"] + start for row, start in zip(rows, tokens, strict=False)], np.int64)
         documents = _with_turns(documents, turns, starts, order, ends)
-    return StoredWindow(documents, offsets[heads], cut_targets[heads].astype(np.uint8))
+    first_weights = None if cut_weights is None else cut_weights[heads]
+    return StoredWindow(documents, offsets[heads], cut_targets[heads].astype(np.uint8), first_weights)
 
 
 def _with_turns(

@@ -129,10 +129,11 @@ def _weighted(
     place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     source, target = np.repeat(starts, lengths) + place, np.repeat(token_ends[:-1], lengths) + place
     rows.loss_weights[target] = 1.0 if documents.loss_weights is None else documents.loss_weights[source]
+    hidden = np.where(rows.start_targets > 0, rows.loss_weights[token_ends[:-1]], 0).astype(np.float16)
     rows.loss_weights[rows.loss_mask == 0] = 0.0
     weights = rows.loss_weights.astype(np.float64)
     sums = np.add.reduceat(weights, rows.token_offsets[:-1]) if len(rows) else np.empty(0)
-    return replace(rows, weight_sum=sums)
+    return replace(rows, weight_sum=sums, start_weights=hidden)
 
 
 def mask_or_empty(documents: Documents) -> npt.NDArray[np.uint8]:

@@ -9,8 +9,10 @@ from click.testing import CliRunner
 
 from pipeline import BuildConfig, build
 from pipeline.building.audit import audit_sources
+from pipeline.building.repack import repack
+from pipeline.building.window import read_documents
 from pipeline.cli import main
-from pipeline.config import RecordOptions
+from pipeline.config import RecordOptions, RepackConfig
 from pipeline.documents.encoder import Encoder
 from pipeline.report.dataset import summary_lines
 from shards import Dataset, verify
@@ -27,10 +29,10 @@ def corpus(tmp_path: Path) -> str:
     return str(path)
 
 
-def made(corpus: str, tokenizer_dir: str, out: Path, **records) -> dict:
+def made(corpus: str, tokenizer_dir: str, out: Path, seq_len: int = 64, **records) -> dict:
     options = RecordOptions(**{"kind": "chat", **records})
     return build(
-        BuildConfig(sources=(corpus,), out=str(out), tokenizer=tokenizer_dir, seq_len=64, records=options)
+        BuildConfig(sources=(corpus,), out=str(out), tokenizer=tokenizer_dir, seq_len=seq_len, records=options)
     ).manifest
 
 
@@ -131,7 +133,7 @@ def test_fields_that_nobody_reads_are_named_everywhere_and_refused_on_demand(tok
 
 
 def test_weights_lie_in_every_shard_and_none_is_lost(tokenizer_dir, tmp_path):
-    """Cutting takes the weights of first tokens alone: with documents that fit, their sum is that of the messages."""
+    """With documents that fit, the sum is that of the messages."""
     path = tmp_path / "chats.jsonl"
     weights = [0.25, 0.5, 1, 2, 0] * 8
     records = [{"messages": [TALK[0], TALK[1] | {"weight": weight}]} for weight in weights]
@@ -145,3 +147,35 @@ def test_weights_lie_in_every_shard_and_none_is_lost(tokenizer_dir, tmp_path):
     assert float(dataset.index.weight_sum.sum()) == answer * sum(weights)
     assert {float(weight) for pack in dataset for weight in pack["loss_weights"]} == {0, 0.25, 0.5, 1, 2}
     assert manifest["totals"]["documents"]["dropped"] == {"no_target": 8}
+
+
+def test_weights_that_cuts_hid_come_back_when_documents_are_joined(tokenizer_dir, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    records = [{"messages": [TALK[0], TALK[1] | {"weight": weight}]} for weight in (0.25, 0.5, 2) * 4]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = {"message_weights": True, "overlong": "split"}
+    made(str(path), tokenizer_dir, tmp_path / "whole", **options)
+    made(str(path), tokenizer_dir, tmp_path / "cut", seq_len=9, **options)
+    hidden = np.concatenate([pack["start_weights"] for pack in Dataset(tmp_path / "cut")])
+    assert {*hidden.tolist()} == {0, 0.25, 0.5, 2}
+    report = verify(tmp_path / "cut", level="full")
+    audit_sources(str(tmp_path / "cut"), (str(path),), report)
+    assert report.ok, report.problems
+    repack(RepackConfig(dataset=tmp_path / "cut", out=tmp_path / "again", seq_len=64))
+    for before, after in zip(Dataset(tmp_path / "whole"), Dataset(tmp_path / "again"), strict=True):
+        assert before["loss_weights"].tolist() == after["loss_weights"].tolist()
+
+
+def test_other_weights_than_the_sources_give_are_found(tokenizer_dir, tmp_path, monkeypatch):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}) + "\n")
+    made(str(path), tokenizer_dir, tmp_path / "out", message_weights=True)
+
+    def doubled(*arguments):
+        documents, dropped = read_documents(*arguments)
+        return documents._replace(loss_weights=documents.loss_weights * 2), dropped
+
+    monkeypatch.setattr("pipeline.building.audit.read_documents", doubled)
+    report = verify(tmp_path / "out", level="full")
+    audit_sources(str(tmp_path / "out"), (str(path),), report)
+    assert "has other loss weights in 0:" in report.problems[0].message

@@ -43,6 +43,14 @@ def test_joining_segments_again_gives_back_every_target():
     assert mask.tolist() == MASK.tolist()
 
 
+def test_the_weight_of_a_target_that_a_cut_put_first_is_remembered_too():
+    weights = (MASK * np.arange(1, 11)).astype(np.float16)
+    rows = rows_of(documents(loss_weights=weights), loss_weights=True)
+    assert rows.start_weights.tolist() == [0, 5, 0]
+    assert rows.loss_weights.tolist() == [0, 2, 3, 0, 0, 6, 7, 0, 0, 10]
+    assert rows.weight_sum.sum() == weights.sum() - 5
+
+
 def test_segments_name_the_part_of_their_record():
     assert rows_of(documents()).doc_parts.tolist() == [0, 0, 0]
     assert rows_of(documents(doc_parts=np.array([0, 3], np.int32))).doc_parts.tolist() == [0, 0, 3]
