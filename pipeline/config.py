@@ -51,7 +51,9 @@ class RecordOptions:
         "Targets: auto, all, assistant, last-assistant, completion, or roles (assistant,user:0.1).",
     ] = "auto"
     message_weights: Annotated[bool, "Weigh each message by its own weight field."] = False
-    weights_field: Annotated[str | None, "Field with a weight of the record, or a list of one for each message."] = None
+    weights_field: Annotated[
+        str | None, "Field with a weight of the record, or a list of one for each message or token."
+    ] = None
     unroll: Annotated[
         Literal["auto", "always", "never"],
         "One document for each answer; auto does so where the template rewrites earlier turns.",
@@ -79,9 +81,9 @@ class RecordOptions:
             raise PackError(
                 '`unroll="always"`: trains each answer alone, not all tokens. Omit it, or `train_on="all"`.'
             )
-        if self.kind in ("text", "tokens") and (self.message_weights or self.weights_field is not None):
+        if self.kind in ("text", "tokens") and self.message_weights:
             what = "plain text has" if self.kind == "text" else "token ids have"
-            raise PackError(f"`message_weights`, `weights_field`: {what} no messages. Leave them out.")
+            raise PackError(f"`message_weights`: {what} no messages. Use `weights_field`, or leave it out.")
         if self.kind in ("text", "tokens") and self.overlong == "truncate-turns":
             what = "plain text has" if self.kind == "text" else "token ids have"
             raise PackError(f'`overlong="truncate-turns"`: {what} no turns. Use split, truncate, drop or error.')

@@ -184,7 +184,7 @@ def plan_of(
         seq_len=config.seq_len,
         seed=config.seed,
         position_ids=config.position_ids,
-        loss_mask=any(option.kind != "text" for option in options),  # of a text, every token but the first is a target
+        loss_mask=any(option.kind != "text" or option.weighted for option in options),  # of a plain text, all are
         loss_weights=any(option.weighted for option in options),
         turn_ends=any(option.overlong_policy == "truncate-turns" for option in options),
         packer=config.packer,

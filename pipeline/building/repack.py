@@ -120,7 +120,7 @@ def repacked_plan(plan: Plan, config: RepackConfig) -> Plan:
         "seed": plan["seed"] if config.seed is None else config.seed,
         "align": config.align,
         # with padding, "all but the first token of a segment" would not say which tokens are targets
-        "loss_mask": config.align > 1 or any(options.kind != "text" for options in records),
+        "loss_mask": config.align > 1 or any(options.kind != "text" or options.weighted for options in records),
         "turn_ends": turn_ends,
         "packer": {"name": packer, "max_segments": config.max_segments or plan["packer"]["max_segments"]},
         "sources": [

@@ -32,6 +32,21 @@ class Target(NamedTuple):
     weight: float = 1.0
 
 
+class TokenWeights(NamedTuple):
+    """What the tokens of some characters weigh, one by one."""
+
+    spans: list[tuple[int, int]]
+    "Characters of the rendering whose tokens have the weights."
+    start: int
+    "From here on, what is trained around them weighs like them."
+    stop: int
+    "Where that ends."
+    weights: tuple[float, ...]
+    "0, or from 2^-14 to 65,504."
+    where: str
+    "Whose they are, for messages."
+
+
 @dataclass(frozen=True)
 class Rendering:
     """A document as text; all positions are characters."""
@@ -49,6 +64,8 @@ class Rendering:
     "Ids put before the text."
     eos_id: int | None = None
     "Id put after the text."
+    token_weights: tuple[TokenWeights, ...] = ()
+    "Characters whose tokens have weights of their own."
 
 
 class RewrittenError(SourceError):

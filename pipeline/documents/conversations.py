@@ -14,7 +14,8 @@ from pipeline.config import RecordOptions
 from pipeline.documents.chat import DocumentRenderer, Rendering, Renderings, RewrittenError
 from pipeline.documents.layouts import Layout
 from pipeline.documents.messages import Conversation, Message
-from pipeline.documents.weights import message_weights
+from pipeline.documents.token_weights import with_token_weights
+from pipeline.documents.weights import message_weights, token_weights
 
 if TYPE_CHECKING:
     from pipeline.documents.template import ChatTemplate  # plain text needs no Jinja
@@ -48,14 +49,15 @@ class ConversationRenderer:
         """
         messages = self.template.shape(conversation)
         weights = message_weights(conversation, self.options)
-        key = self._key(conversation, messages, weights)
+        single = token_weights(conversation, self.options) if self.options.weighted else {}
+        key = None if single else self._key(conversation, messages, weights)
         if key in self.layouts:
             filled = self._fill(self.layouts[key], messages)
             if filled is not None:
                 return filled
         renderings = Renderings(self.template, conversation, messages)
         documents = self._documents(renderings, weights)
-        made = [document.rendering for document in documents]
+        made = [with_token_weights(one, single) if single else one.rendering for one in documents]
         if key is not None and len(self.layouts) < MAX_LAYOUTS:
             layouts = [
                 Layout.of(rendering, document.content, len(document.messages), self.template.added)

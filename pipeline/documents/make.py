@@ -17,12 +17,13 @@ import orjson
 
 from pipeline.config import RecordOptions
 from pipeline.documents.added_tokens import AddedTokens
-from pipeline.documents.chat import Rendering, Target
+from pipeline.documents.chat import Rendering, Target, TokenWeights
 from pipeline.documents.conversations import ConversationRenderer
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.engines import running_sum
 from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
-from pipeline.documents.messages import Conversation, chat_conversation, instruction, lookup, used_fields
+from pipeline.documents.messages import Conversation, Weight, chat_conversation, instruction, lookup, used_fields
+from pipeline.documents.token_weights import check_number, text_weights
 from pipeline.documents.tokenized import tokenized_documents, with_eos
 from pipeline.documents.tokenizer import CONFIG, TEMPLATE, TokenizerSpec
 from pipeline.documents.unread_fields import UnreadFields
@@ -227,13 +228,25 @@ class DocumentMaker:
         ids, begins = self.encoder.encode(batch.values)
         lengths = np.diff(begins)
         kept = lengths > 0
+        fit, given = self._text_fields(batch, lengths)
+        if not fit.all():
+            ids, kept = ids[np.repeat(fit, lengths)], kept[fit]
+            lengths = lengths[fit]
+            begins = running_sum(lengths)
+            batch = replace(batch, indices=batch.indices[fit])
         firsts, lasts = ids[begins[:-1][kept]], ids[begins[1:][kept] - 1]
         prefix, suffix = list(spec.prefix_ids), _text_suffix(spec, self.options)
         before = np.where(firsts == prefix[0], 0, len(prefix)) if prefix else np.zeros(len(firsts), np.int64)
         after = np.where(lasts == suffix[-1], 0, len(suffix)) if suffix else np.zeros(len(lasts), np.int64)
         offsets = running_sum(lengths[kept] + before + after)
+        rejected = int(np.count_nonzero(~fit))
+        weighed: dict[str, Any] = {}
+        if self.options.weighted:
+            chosen = [weight for weight, is_kept in zip(given, kept.tolist(), strict=True) if is_kept]
+            weights = text_weights(chosen, lengths[kept], before, after)
+            weighed = {"loss_mask": (weights > 0).astype(np.uint8), "loss_weights": weights}
         if not before.any() and not after.any():
-            return Documents(ids, offsets, batch.indices[kept]), 0
+            return Documents(ids, offsets, batch.indices[kept], **weighed), rejected
         input_ids = np.empty(offsets[-1], np.int32)
         shift = offsets[:-1] + before - begins[:-1][kept]
         input_ids[np.arange(len(ids)) + np.repeat(shift, lengths[kept])] = ids
@@ -241,7 +254,28 @@ class DocumentMaker:
             input_ids[offsets[:-1][before > 0] + place] = token
         for place, token in enumerate(reversed(suffix)):
             input_ids[offsets[1:][after > 0] - 1 - place] = token
-        return Documents(input_ids, offsets, batch.indices[kept]), 0
+        return Documents(input_ids, offsets, batch.indices[kept], **weighed), rejected
+
+    def _text_fields(
+        self, batch: RecordBatch, lengths: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.bool_], list[Weight]]:
+        """Look at the fields beside texts; return which records are good, and the weights of those."""
+        fit, given = np.ones(len(batch.values), bool), list[Weight]()
+        if batch.records is None:
+            return fit, [1.0] * len(fit)
+        read = frozenset(p.partition(".")[0] for p in (self.options.text_field, self.options.weights_field) if p)
+        read |= {self.options.text_field, self.options.weights_field or self.options.text_field}
+        for place, (record, length) in enumerate(zip(batch.records, lengths.tolist(), strict=True)):
+            try:
+                self.unread_fields.note(record, read)
+                weight = record_weight(record, self.options)
+                if isinstance(weight, tuple):
+                    check_number(len(weight), length, f"field {self.options.weights_field!r}")
+                given.append(weight)
+            except SourceError as error:
+                batch.reject(int(batch.indices[place]), str(error))
+                fit[place] = False
+        return fit, given
 
     def _renderings(self, batch: RecordBatch) -> tuple[Documents, int]:
         """Return the documents, and how many records were rejected."""
@@ -251,6 +285,8 @@ class DocumentMaker:
         for record, index in zip(batch.values, batch.indices.tolist(), strict=True):
             try:
                 documents = self._rendered(record)
+                if any(document.token_weights for document in documents):  # another number than tokens is its fault
+                    encode_renderings(documents, self.chunks, with_weights=True)
             except SourceError as error:
                 batch.reject(index, str(error))
                 rejected += 1
@@ -280,14 +316,20 @@ class DocumentMaker:
         controls = self.added.find(text) if self.trust else []
         weight = record_weight(record, self.options)
         everything = self._trains_prompt()
-        targets = [Target(0 if everything else len(prompt), len(text), weight)] if weight else []
+        start = 0 if everything else len(prompt)
+        single: tuple[TokenWeights, ...] = ()
+        largest, last = (max(weight), weight[-1]) if isinstance(weight, tuple) else (weight, weight)
+        if isinstance(weight, tuple):
+            where = f"field {self.options.weights_field!r}"
+            single = (TokenWeights([(start, len(text))], start, len(text), weight, where),)
+        targets = [Target(start, len(text), largest)] if largest else []
         prefix = self.spec.prefix_ids
         if prefix and controls and controls[0].start == 0 and controls[0].id == prefix[0]:
             prefix = ()
         # A completion without its prompt is no document, so from the left both are one turn.
         ends = [len(text)] if self.options.truncate_side == "left" else [len(prompt), len(text)]
-        whole = everything and weight == 1
-        rendering = Rendering(text, controls, None if whole else targets, ends, end_weight=weight, prefix=prefix)
+        trained = None if everything and largest == 1 else targets
+        rendering = Rendering(text, controls, trained, ends, end_weight=last, prefix=prefix, token_weights=single)
         return [self._closed(rendering)]
 
     def _closed(self, rendering: Rendering) -> Rendering:

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from pipeline.documents.chat import Rendering, Target
+from pipeline.documents.chat import Rendering, Target, TokenWeights
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.engines import REFERENCE, running_sum
+from pipeline.documents.token_weights import spread
 from pipeline.documents.tokenizer import BYTE_TOKEN
 from pipeline.tokens import Documents
 
@@ -87,6 +88,7 @@ def encode_renderings(
 
     Raises:
         TokenizerError: A text has no UTF-8 form.
+        SourceError: A text has more or fewer weights than tokens.
     """
     batch = _Batch()
     for rendering in renderings:
@@ -126,6 +128,9 @@ class _Batch:
         self.doc_parts: list[int] = [0]
         self.turns: list[tuple[int, int, int]] = []  # part, its text or PLAIN for its end, characters into it
         self.doc_turns: list[int] = [0]
+        self.starts: list[int] = []  # of each part, characters into its document; PLAIN for what is put around it
+        self.part_texts: list[int] = []  # of each part, its text, or PLAIN for a control token
+        self.weighed: list[tuple[int, TokenWeights]] = []  # document, weights of its tokens
 
     def add(self, rendering: Rendering) -> None:
         """Cut one rendering into parts: its control tokens, and the chunks of text between them.
@@ -137,8 +142,9 @@ class _Batch:
         everything = rendering.targets is None
         targets = [Target(0, len(text))] if rendering.targets is None else rendering.targets
         ends, at, turn = rendering.turn_ends[:-1], 0, 0
+        self.weighed += [(len(self.doc_parts) - 1, weights) for weights in rendering.token_weights]
         for token in rendering.prefix:
-            self._control(token, float(everything))
+            self._control(token, float(everything), PLAIN)
         for control in (*rendering.controls, None):
             for start, stop, token in (
                 (position, len(text) if control is None else control.start, PLAIN),
@@ -150,7 +156,7 @@ class _Batch:
                     at += 1
                 touched = at < len(targets) and targets[at].start < stop
                 if token != PLAIN:
-                    self._control(token, targets[at].weight if touched else 0.0)
+                    self._control(token, targets[at].weight if touched else 0.0, start)
                 else:
                     self._plain(text[start:stop], start, stop, targets[at:] if touched else [], start == 0)
                 while turn < len(ends) and ends[turn] <= stop:
@@ -159,20 +165,24 @@ class _Batch:
                     turn += 1
             position = len(text) if control is None else control.stop
         if rendering.eos_id is not None:
-            self._control(rendering.eos_id, 1.0 if everything else rendering.end_weight)
+            self._control(rendering.eos_id, 1.0 if everything else rendering.end_weight, PLAIN)
         if len(self.ids) > self.doc_parts[-1]:
             self.turns.append((len(self.ids) - 1, PLAIN, 0))
         self.doc_parts.append(len(self.ids))
         self.doc_turns.append(len(self.turns))
 
-    def _control(self, token: int, weight: float) -> None:
+    def _control(self, token: int, weight: float, start: int) -> None:
         self.ids.append(token)
+        self.starts.append(start)
+        self.part_texts.append(PLAIN)
         self.weights.append(weight)
 
     def _plain(self, chunk: str, start: int, stop: int, targets: list[Target], begins: bool) -> None:
         inside = [Target(max(a - start, 0), min(b, stop) - start, weight) for a, b, weight in targets if a < stop]
         whole = len(inside) == 1 and inside[0][:2] == (0, len(chunk))
         self.ids.append(PLAIN)
+        self.starts.append(start)
+        self.part_texts.append(len(self.texts))
         self.weights.append(inside[0].weight if whole else 0.0)
         if inside and not whole:
             self.mixed.append((len(self.ids) - 1, len(self.texts), inside))
@@ -198,6 +208,12 @@ class _Batch:
         documents = Documents(input_ids, offsets, np.arange(len(offsets) - 1))
         if with_weights:
             weights = self._token_weights(chunks, ids, at, begins, lengths, np.float16)
+            for document, own in self.weighed:
+                parts = range(self.doc_parts[document], self.doc_parts[document + 1])
+                touched = self._touched(own.spans, parts, chunks, ids, at, begins)
+                around = self._touched([(own.start, own.stop)], parts, chunks, ids, at, begins)
+                first, last = begins[parts.start], begins[parts.stop]
+                spread(weights[first:last], touched, around, own.weights, own.where)
             documents = documents._replace(loss_mask=(weights > 0).astype(np.uint8), loss_weights=weights)
         elif not all(self.weights):
             documents = documents._replace(loss_mask=self._token_weights(chunks, ids, at, begins, lengths, np.uint8))
@@ -224,6 +240,28 @@ class _Batch:
                 touched = (starts < last) & (stops > first)
                 tokens[touched] = np.maximum(tokens[touched], dtype(target.weight))
         return weights
+
+    def _touched(
+        self, spans: list[tuple[int, int]], parts: range, chunks: ChunkEncoder, ids: Array, at: Array, begins: Array
+    ) -> Array:
+        """Return which tokens of a document touch characters of its text, bool."""
+        touched = np.zeros(begins[parts.stop] - begins[parts.start], bool)
+        for part in parts:
+            start, first = self.starts[part], begins[part] - begins[parts.start]
+            if start == PLAIN:
+                continue
+            index = self.part_texts[part]
+            if index == PLAIN:
+                touched[first] = any(a <= start < b for a, b in spans)
+                continue
+            size = len(self.texts[index])
+            inside = [(max(a - start, 0), min(b - start, size)) for a, b in spans if a < start + size and start < b]
+            if inside:
+                points = [point for span in inside for point in span]
+                starts, stops, points = self._token_offsets(chunks, index, ids, at, points)
+                for a, b in zip(points[::2], points[1::2], strict=True):
+                    touched[first : first + len(starts)] |= (starts < b) & (stops > a)
+        return touched
 
     def _turn_end(self, turn: tuple[int, int, int], chunks: ChunkEncoder, ids: Array, at: Array, begins: Array) -> int:
         part, index, point = turn

@@ -17,6 +17,7 @@ from pipeline.sources.parsing import fields_of, name_of, usual_flags
 from shards.errors import SourceError
 
 Message = dict[str, Any]
+Weight = float | tuple[float, ...]
 
 SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
@@ -41,8 +42,8 @@ class Conversation:
     "One dict per message."
     train: list[bool | None]
     "Per message: True and False override the choice by role, None leaves it."
-    weights: list[float | None]
-    "Per message: its own weight, None where it has none."
+    weights: list[Weight | None]
+    "Per message: its own weight, or one for each token of its content; None where it has none."
     tools: list[Any] | None = None
     "Tool schemas."
     completion_from: int = 0
@@ -165,7 +166,7 @@ def _conversation(raw: Any, field: str, tools: Any, with_weights: bool) -> Conve
         raise SourceError(f"field {field!r} is {name_of(raw)}; expected a list of messages. Name another field.")
     messages: list[Message] = []
     train: list[bool | None] = []
-    weights: list[float | None] = []
+    weights: list[Weight | None] = []
     for position, item in enumerate(raw):
         try:
             if not isinstance(item, dict):
@@ -266,8 +267,19 @@ def check_weight(value: Any, where: str) -> float:
     return float(value)
 
 
-def _weight(item: Message) -> float | None:
-    return None if item.get("weight") is None else check_weight(item["weight"], "weight")
+def check_weights(value: Any, where: str) -> Weight:
+    """Return one weight, or a list of them for tokens.
+
+    Raises:
+        SourceError: There is no weight, or one that cannot be stored.
+    """
+    if not isinstance(value, list) or not value:
+        return check_weight(value, where)
+    return tuple(check_weight(weight, f"{where}, token {place}") for place, weight in enumerate(value))
+
+
+def _weight(item: Message) -> Weight | None:
+    return None if item.get("weight") is None else check_weights(item["weight"], "weight")
 
 
 def _parsed(text: str) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import RecordOptions
+from pipeline.documents.messages import MAX_WEIGHT, MIN_WEIGHT, check_weight
 from pipeline.sources.reader import RecordBatch
 from pipeline.sources.tokenized import (
     ATTENTION_MASK,
@@ -28,6 +29,7 @@ from pipeline.sources.tokenized import (
     table_of_records,
 )
 from pipeline.tokens import Documents
+from shards.errors import SourceError
 
 NO_TARGET = -100
 Rows = npt.NDArray[np.bool_]
@@ -60,13 +62,14 @@ def tokenized_documents(batch: RecordBatch, options: RecordOptions, max_id: int)
     whole = bool(kept.all())
     taken = lengths > 0
     several = bool((parts_of[kept[rows]][taken] > 0).any())
-    mask = checks.mask
+    mask, weights = checks.mask, checks.weights
     return (
         Documents(
             input_ids=_int32(ids.values if whole else ids.values[tokens]),
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[taken])]),
             doc_ids=np.asarray(batch.indices, np.int64)[rows[kept[rows]][taken]],
             loss_mask=None if mask is None else (mask if whole else mask[tokens]),
+            loss_weights=None if weights is None else (weights if whole else weights[tokens]),
             doc_parts=parts_of[kept[rows]][taken].astype(np.int32) if several else None,
         ),
         len(checks.faults),
@@ -74,17 +77,23 @@ def tokenized_documents(batch: RecordBatch, options: RecordOptions, max_id: int)
 
 
 def with_eos(documents: Documents, eos_id: int) -> Documents:
-    """Return documents that all end with EOS, which is a target where it had to be added.
+    """Return documents that all end with EOS; one that had to be added is a target, unless the token before weighs 0.
 
     With EOS 2, documents [5, 6], [7, 2] give [5, 6, 2], [7, 2].
     """
     ends = documents.offsets[1:]
     lacking = documents.input_ids[ends - 1] != eos_id
-    mask = documents.loss_mask
+    mask, weights = documents.loss_mask, documents.loss_weights
+    if weights is not None:  # an added one weighs like the token before it
+        weights = np.insert(weights, ends[lacking], weights[ends[lacking] - 1])
+        mask = (weights > 0).astype(np.uint8)
+    elif mask is not None:
+        mask = np.insert(mask, ends[lacking], 1)
     return documents._replace(
         input_ids=np.insert(documents.input_ids, ends[lacking], eos_id),
         offsets=documents.offsets + np.concatenate([np.zeros(1, np.int64), np.cumsum(lacking)]),
-        loss_mask=None if mask is None else np.insert(mask, ends[lacking], 1),
+        loss_mask=mask,
+        loss_weights=weights,
     )
 
 
@@ -128,9 +137,11 @@ class _Checks:
         self.faults = dict(table.faults)
         self.ids = table.columns[options.ids_field]
         self.mask: npt.NDArray[np.uint8] | None = None
+        self.weights: npt.NDArray[np.float16] | None = None
         self.positions: npt.NDArray[np.int64] | None = None
         self._check_ids()
         self._check_targets()
+        self._check_weights()
         self._check_attention()
         self._check_boundaries()
 
@@ -194,6 +205,31 @@ class _Checks:
             if SEQ_START_ID in self.table.columns:
                 mask = np.concatenate([np.zeros(1, mask.dtype), mask])[: len(mask)]
             self.mask = mask.astype(np.uint8) if self.mask is None else self.mask & mask.astype(np.uint8)
+
+    def _check_weights(self) -> None:
+        """Check the weights of a column of them, and let targets have none where they are 0."""
+        if not self.options.weighted:
+            return
+        name = self.options.weights_field
+        assert name is not None
+        values = np.ones(len(self.ids.values))
+        if name in self.table.columns:
+            values = self._aligned(name).astype(np.float64)
+            wrong = ~np.isfinite(values) | ((values != 0) & ((values < MIN_WEIGHT) | (values > MAX_WEIGHT)))
+            self._blame(self._rows_of(self.ids, wrong), lambda row: self._weight_reason(name, row))
+            values[wrong] = 0
+        if self.mask is not None:
+            values = values * self.mask
+        self.weights = values.astype(np.float16)
+        self.mask = (self.weights > 0).astype(np.uint8)
+
+    def _weight_reason(self, name: str, row: int) -> str:
+        for place, value in enumerate(self.table.columns[name].row(row).tolist()):
+            try:
+                check_weight(value, f"field {name!r}, weight {place},")
+            except SourceError as error:
+                return str(error)
+        return f"field {name!r} holds no weights"
 
     def _odd(self, name: str, row: int) -> int:
         return int(next(value for value in self.table.columns[name].row(row) if value not in (0, 1)))

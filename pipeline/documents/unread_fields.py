@@ -4,17 +4,13 @@ Nothing is trained silently without them: a build counts them, says so once for 
 was told to (`--strict-fields`). Fields such as an id or a date are nobody's business and are passed over.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pipeline.sources.parsing import changes_meaning
 from shards.errors import SourceError
 
-MEANING = re.compile(
-    r"(system|system_?prompt|instructions?|inputs?|contexts?|documents?|history|tools?|functions?|images?|audios?|videos?"
-    r"|chat_template_kwargs|reject(ed)?|chosen)$|.*(mask|loss|weight|train|supervis|ignore)",
-    re.IGNORECASE,
-)
+MAX_SHAPES = 1024  # sets of fields that are remembered
 MESSAGE_FIELDS = frozenset(
     ("role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content",
      "reasoning", "thinking", "train", "trainable", "loss", "weight")
@@ -31,6 +27,7 @@ class UnreadFields:
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self.counts: dict[str, int] = {}
+        self._suspects: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
     def note(self, record: Mapping[str, Any], read: Iterable[str], messages: Iterable[Any] = ()) -> None:
         """Count the fields of one record, each once; those of its messages as `message.NAME`.
@@ -43,10 +40,10 @@ class UnreadFields:
         Raises:
             SourceError: There is one, and none may be.
         """
-        found = _meaningful(record, frozenset(read))
+        found = self._meaningful(record, frozenset(read))
         for message in messages:
             if isinstance(message, dict) and not message.keys() <= MESSAGE_FIELDS:
-                found += [f"message.{name}" for name in _meaningful(message, MESSAGE_FIELDS)]
+                found += [f"message.{name}" for name in self._meaningful(message, MESSAGE_FIELDS)]
         if found and self.strict:
             raise SourceError(
                 f"holds {', '.join(map(repr, dict.fromkeys(found)))}, which no option reads; expected no such field "
@@ -60,10 +57,12 @@ class UnreadFields:
         counts, self.counts = self.counts, {}
         return counts
 
-
-def _meaningful(fields: Mapping[str, Any], read: frozenset[str]) -> list[str]:
-    return [
-        name
-        for name, value in fields.items()
-        if name not in read and value not in (None, "", [], {}) and isinstance(name, str) and MEANING.match(name)
-    ]
+    def _meaningful(self, fields: Mapping[str, Any], read: frozenset[str]) -> list[str]:
+        """Return the fields that change what they stand in; records of the same fields are judged by name once."""
+        key = (read, *fields)
+        names = self._suspects.get(key)
+        if names is None:
+            names = tuple(n for n in fields if n not in read and isinstance(n, str) and changes_meaning(n))
+            if len(self._suspects) < MAX_SHAPES:
+                self._suspects[key] = names
+        return [name for name in names if fields[name] not in (None, "", [], {})]

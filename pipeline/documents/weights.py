@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.config import RecordOptions
-from pipeline.documents.messages import RANGE, Conversation, check_weight, lookup
+from pipeline.documents.messages import RANGE, Conversation, Weight, check_weight, check_weights, lookup
 from shards.errors import PackError, SourceError
 
 
@@ -41,13 +41,29 @@ def message_weights(conversation: Conversation, options: RecordOptions) -> list[
     for index, weight in enumerate(conversation.weights):
         if weight is None:
             continue
-        if weight and not weights[index] and conversation.train[index] is None:
+        largest = max(weight) if isinstance(weight, tuple) else weight
+        if largest and not weights[index] and conversation.train[index] is None:
             raise SourceError(
-                f"message {index} has weight {weight:g}, and its role {roles[index]!r} is not trained; expected a "
+                f"message {index} has weight {largest:g}, and its role {roles[index]!r} is not trained; expected a "
                 "trained role. Name it in --train-on."
             )
-        weights[index] = check_weight(weights[index] * weight, f"the product of the weights of message {index}")
+        found = _product(weights[index], weight, f"message {index}")
+        weights[index] = max(found) if isinstance(found, tuple) else found
     return weights
+
+
+def token_weights(conversation: Conversation, options: RecordOptions) -> dict[int, tuple[float, ...]]:
+    """Return what the tokens of contents weigh, by message, where a message has a weight for each of them."""
+    chosen = _by_role(
+        [message["role"] for message in conversation.messages], conversation.completion_from, options.train_on
+    )
+    found = {}
+    for index, weight in enumerate(conversation.weights):
+        if isinstance(weight, tuple):
+            flag = conversation.train[index]
+            role = chosen[index] if flag is None else float(flag)
+            found[index] = tuple(_product(role, one, f"message {index}") for one in weight)
+    return found
 
 
 def with_record_weights(conversation: Conversation, record: dict[str, Any], options: RecordOptions) -> Conversation:
@@ -70,22 +86,38 @@ def with_record_weights(conversation: Conversation, record: dict[str, Any], opti
         )
     weights = conversation.weights[:first]
     for place, (weight, trained) in enumerate(zip(given, _by_role(roles, 0, options.train_on), strict=True)):
-        weight = check_weight(weight, f"field {field!r}" if one_for_all else f"field {field!r}, weight {place}")
+        weight = check_weights(weight, f"field {field!r}" if one_for_all else f"field {field!r}, weight {place}")
         # one for all means those that are trained, and a list has to say something of every message
-        idle = not trained and (one_for_all or weight in (0, 1))
+        idle = not trained and (one_for_all or _says_nothing(weight))
         own = conversation.weights[first + place]
-        weights.append(own if idle else weight if own is None else own * weight)
+        weights.append(own if idle else weight if own is None else _product(own, weight, f"message {place}"))
     return replace(conversation, weights=weights)
 
 
-def record_weight(record: dict[str, Any], options: RecordOptions) -> float:
-    """Return the weight of a record without messages.
+def record_weight(record: dict[str, Any], options: RecordOptions) -> Weight:
+    """Return the weight of a record without messages, or one for each of its tokens.
 
     Raises:
-        SourceError: The field holds something else than one number.
+        SourceError: The field holds something else than numbers.
     """
     given = None if options.weights_field is None else lookup(record, options.weights_field)
-    return 1.0 if given is None else check_weight(given, f"field {options.weights_field!r}")
+    return 1.0 if given is None else check_weights(given, f"field {options.weights_field!r}")
+
+
+def _product(one: Weight, other: Weight, where: str) -> Any:
+    """Multiply weights; several by one each, or by as many."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) != len(other):
+        raise SourceError(f"{where} has {len(one)} weights of its own, and {len(other)} in its record. Fix it.")
+    if not isinstance(one, tuple) and not isinstance(other, tuple):
+        return check_weight(one * other, f"the product of the weights of {where}")
+    length = len(one) if isinstance(one, tuple) else len(other) if isinstance(other, tuple) else 0
+    ones, others = (weight if isinstance(weight, tuple) else (weight,) * length for weight in (one, other))
+    return tuple(_product(a, b, where) for a, b in zip(ones, others, strict=True))
+
+
+def _says_nothing(weight: Weight) -> bool:
+    """Whether a weight of what is not trained is 0 or 1 throughout."""
+    return set(weight if isinstance(weight, tuple) else (weight,)) <= {0.0, 1.0}
 
 
 def _by_role(roles: list[str], completion_from: int, train_on: str) -> list[float]:

@@ -5,6 +5,7 @@ which, and why.
 """
 
 import json
+import re
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +17,11 @@ from pipeline.sources.files import foreign_kind
 
 FAULT = "shardpack: unreadable row"  # the only key of a line that stands for one: the reason, or [reason, row]
 _FAULT_LINE = b'{"%s":' % FAULT.encode()
+MEANING = re.compile(
+    r"(system|system_?prompt|instructions?|inputs?|contexts?|documents?|history|tools?|functions?|images?|audios?|videos?"
+    r"|chat_template_kwargs|reject(ed)?|chosen)$|.*(mask|loss|weight|train|supervis|ignore)",
+    re.IGNORECASE,
+)
 KINDS = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", bytes: "bytes, not UTF-8 text"}
 
 
@@ -28,6 +34,8 @@ class Parser(NamedTuple):
 
     parse_batch: Callable[[list[Any]], list[Any] | None]
     parse_one: Callable[[Any], Any]
+    text_field: str | None = None
+    "Kind text: the field of each value, an object, in which its text stands; None where values are what is wanted."
 
 
 @lru_cache(maxsize=64)
@@ -35,16 +43,15 @@ def json_parser(options: RecordOptions) -> Parser:
     """Return the parser of JSON lines."""
     if options.kind != "text":
         return Parser(_parse_objects, parse_object)
-    path = options.text_field
 
     def parse_batch(lines: list[bytes]) -> list[Any] | None:
-        try:
-            values = [record[path] for record in map(orjson.loads, lines)]
-        except (orjson.JSONDecodeError, LookupError, TypeError):
-            return None
-        return values if set(map(type, values)) <= {str} else None
+        records = _parse_objects(lines)
+        return None if records is None or texts_of(records, options.text_field) is None else records
 
-    return Parser(parse_batch, lambda line: text_of(parse_object(line), path))
+    def parse_one(line: bytes) -> dict[str, Any]:
+        return _with_text(parse_object(line), options.text_field)
+
+    return Parser(parse_batch, parse_one, options.text_field)
 
 
 @lru_cache(maxsize=64)
@@ -77,6 +84,16 @@ def value_parser(options: RecordOptions) -> Parser:
         return text_of({head: value}, options.text_field) if rest and not isinstance(value, str) else _text(value, head)
 
     return Parser(parse_batch, parse_one)
+
+
+@lru_cache(maxsize=64)
+def row_parser(options: RecordOptions) -> Parser:
+    """Return the parser of whole rows of kind text, of which more than the text is read."""
+
+    def parse_batch(rows: list[Any]) -> list[Any] | None:
+        return None if texts_of(rows, options.text_field) is None else rows
+
+    return Parser(parse_batch, lambda row: _with_text(row, options.text_field), options.text_field)
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -118,6 +135,20 @@ def text_of(record: dict[str, Any], path: str) -> str:
     return _text(value, path)
 
 
+def texts_of(records: list[Any], path: str) -> list[str] | None:
+    """Return the text of each record, or None where one has none."""
+    try:
+        values = [record[path] if path in record else text_of(record, path) for record in records]
+    except BadRecord:
+        return None
+    return values if set(map(type, values)) <= {str} else None
+
+
+def changes_meaning(name: str) -> bool:
+    """Whether a field's name says that it changes what its record means, unlike that of an id or a date."""
+    return MEANING.match(name) is not None
+
+
 def name_of(value: Any) -> str:
     """Say what kind of JSON value this is."""
     return KINDS.get(type(value)) or f"{'text' if isinstance(value, str) else 'a number'} ({value!r:.40})"
@@ -155,6 +186,11 @@ def _text(value: Any, path: str) -> str:
     if not isinstance(value, str):
         raise BadRecord(f"field {path!r} is {name_of(value)}; expected text")
     return value
+
+
+def _with_text(record: dict[str, Any], path: str) -> dict[str, Any]:
+    text_of(record, path)
+    return record
 
 
 def _parse_objects(lines: list[bytes]) -> list[Any] | None:

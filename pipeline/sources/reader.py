@@ -27,7 +27,16 @@ from pipeline.sources.files import (
     reaching,
     too_long,
 )
-from pipeline.sources.parsing import BadRecord, Parser, excerpt, json_parser, text_parser, value_parser
+from pipeline.sources.parsing import (
+    BadRecord,
+    Parser,
+    excerpt,
+    json_parser,
+    row_parser,
+    text_parser,
+    texts_of,
+    value_parser,
+)
 from pipeline.sources.tables import reading_as, table_batches
 from pipeline.sources.token_files import open_tokens, token_ranges
 from pipeline.sources.tokenized import TokenTable, table_of_batch
@@ -81,6 +90,8 @@ class RecordBatch:
     "where(index) -> file and place of a record of this batch: lines and records count from 1, rows from 0."
     reject: Callable[[int, str], None] = field(repr=False)
     "reject(index, reason): refuse one of the values after all, as a bad record of the reader."
+    records: list[dict[str, Any]] | None = None
+    "Kind text: the fields beside each text, as far as they were read; None where there are no fields."
 
 
 class _Chunk(NamedTuple):
@@ -91,6 +102,7 @@ class _Chunk(NamedTuple):
     parser: Parser
     locate: Callable[[int], str]  # position in `raws` -> file and place
     held_bytes: int | None = None  # where records take other space than they do in the file
+    beside: dict[str, Any] | None = None  # kind text: columns that are not read
 
 
 class WindowReader:
@@ -185,11 +197,18 @@ class WindowReader:
             indices = np.array(kept, dtype=np.int64)
         size = sum(chunk.size for chunk in chunks)
         self.raw_bytes += size
+        records = None if parser.text_field is None else values
+        if any(chunk.beside for chunk in chunks):
+            beside = [chunk.beside or {} for chunk in chunks for _ in chunk.raws]
+            read = [{}] * len(indices) if records is None else records
+            records = [beside[index - first] | record for index, record in zip(indices, read, strict=True)]
+        if parser.text_field is not None:
+            values = texts_of(values, parser.text_field) or []
 
         def reject(index: int, reason: str) -> None:
             self._refuse(index, where(index), reason, raws[index - first])
 
-        return RecordBatch(values, indices, size, where, reject)
+        return RecordBatch(values, indices, size, where, reject, records)
 
     def _note(self, raw: bytes) -> None:
         self._hash.update(raw)
@@ -314,16 +333,19 @@ class WindowReader:
     def _columns(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
         """Read row groups or rows: the column of the text, or all columns."""
         options = self.source.options
-        parser = value_parser(options)
+        alone, rows = value_parser(options), row_parser(options)
         with reading_as(file.format.capitalize(), file.name):
-            for batch, row, size in table_batches(file, slice_, options):
+            for batch, row, size, beside in table_batches(file, slice_, options):
                 if options.kind == "tokens":
                     yield self._table(table_of_batch(batch, options), size, f"{file.name}, row", row)
                     continue
-                raws = column_values(batch.column(0)) if options.kind == "text" else rows_of(batch)
+                whole = options.kind != "text" or options.weights_field is not None
+                raws = rows_of(batch) if whole else column_values(batch.column(0))
                 text = canonical_json(raws)
                 self._note(text)
-                yield _Chunk(raws, size, parser, partial(_row_place, file.name, row), len(text))
+                place = partial(_row_place, file.name, row)
+                parser = rows if whole and options.kind == "text" else alone
+                yield _Chunk(raws, size, parser, place, len(text), beside)
 
     def _token_ranges(self, file: SourceFile, slice_: Slice) -> Iterator[_Chunk]:
         """Read documents of a file that holds ids and nothing else."""

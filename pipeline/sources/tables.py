@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipeline.config import RecordOptions
 from pipeline.sources.files import BATCH_BYTES, is_url, open_source
-from pipeline.sources.parsing import fields_of, usual_flags
+from pipeline.sources.parsing import changes_meaning, fields_of, usual_flags
 from pipeline.sources.tokenized import token_fields
 from pipeline.sources.windows import Slice, SourceFile
 from shards.errors import SourceError, reason_of
@@ -68,7 +68,7 @@ def arrow_units(location: str, name: str, options: RecordOptions) -> TableUnits:
 
 
 def columns_read(schema: Any, name: str, options: RecordOptions) -> list[str]:
-    """Return the top-level columns that records of these options are made of: the column of the text, or all.
+    """Return the top-level columns that records of these options are made of: those of text and weights, or all.
 
     Raises:
         SourceError: Two columns have one name, or there is no column of the text.
@@ -81,7 +81,22 @@ def columns_read(schema: Any, name: str, options: RecordOptions) -> list[str]:
         if missing := next((column for column in read if column not in names), None):
             raise SourceError(f"{name}: no column {missing!r}, {fields_of(names)}; expected one of lists of integers.")
         return read
-    return [text_column(schema, name, options.text_field)] if options.kind == "text" else names
+    if options.kind != "text":
+        return names
+    weights = options.weights_field
+    wanted = [] if weights is None else [column for column in (weights, weights.split(".")[0]) if column in names]
+    return list(dict.fromkeys([text_column(schema, name, options.text_field), *wanted[:1]]))
+
+
+def fields_beside(schema: Any, read: list[str]) -> dict[str, Any]:
+    """Return the columns that no record is made of and that look as if they changed what it means; they have a value.
+
+    Looking at the values would mean to read images and the like for nothing: a column counts for each of its rows.
+    """
+    import pyarrow as pa
+
+    rest = (field for field in schema if field.name not in read and not pa.types.is_null(field.type))
+    return {field.name: True for field in rest if changes_meaning(field.name)}
 
 
 def arrow_batches(location: str) -> Iterator[Any]:
@@ -127,8 +142,10 @@ def reading_as(kind: str, name: str) -> Iterator[None]:
         raise SourceError(f"{name}: cannot be read as {kind} ({reason_of(error)}). Write the file again.") from None
 
 
-def table_batches(file: SourceFile, slice_: Slice, options: RecordOptions) -> Iterator[tuple[Any, int, int]]:
-    """Yield record batches of about BATCH_BYTES, the first row of each, and its share of the file's bytes.
+def table_batches(
+    file: SourceFile, slice_: Slice, options: RecordOptions
+) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
+    """Yield record batches of about BATCH_BYTES, the first row of each, its share of the file's bytes, `fields_beside`.
 
     A file may say a value once and use it in a million rows (dictionaries, views), so that neither its size nor its
     metadata tells what a batch takes. No value is larger than what it is stored in, so a batch of so few rows that each
@@ -141,12 +158,13 @@ def table_batches(file: SourceFile, slice_: Slice, options: RecordOptions) -> It
         for batch in arrow_batches(file.location):
             if row >= slice_.stop:
                 break
-            read = batch.select(columns_read(batch.schema, file.name, options))
+            columns = columns_read(batch.schema, file.name, options)
+            read, beside = batch.select(columns), fields_beside(batch.schema, columns)
             few = min(step, rows_at_once(read))
             for start in range(max(slice_.start, row), min(slice_.stop, row + batch.num_rows), few):
                 part = read.slice(start - row, min(few, slice_.stop - start))
                 part.validate(full=True)  # Arrow trusts the offsets in a file, and a wrong one kills the process
-                yield part, start, (file.bytes or 0) * part.num_rows // total
+                yield part, start, (file.bytes or 0) * part.num_rows // total, beside
             row += batch.num_rows
         return
     import pyarrow.parquet as pq
@@ -156,6 +174,7 @@ def table_batches(file: SourceFile, slice_: Slice, options: RecordOptions) -> It
         groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
         row = sum(group.num_rows for group in groups[: slice_.start])
         columns = columns_read(table.schema_arrow, file.name, options)
+        beside = fields_beside(table.schema_arrow, columns)
         for number in range(slice_.start, slice_.stop):
             group = groups[number]
             step = max(1, min(1 << 16, BATCH_BYTES * group.num_rows // max(file.units[number], 1)))
@@ -163,7 +182,7 @@ def table_batches(file: SourceFile, slice_: Slice, options: RecordOptions) -> It
                 step = min(step, few_rows(group.total_byte_size))
             for batch in table.iter_batches(step, row_groups=[number], columns=columns):
                 weight = (file.bytes or 0) * batch.num_rows // max(table.metadata.num_rows, 1)
-                yield batch, row, weight
+                yield batch, row, weight, beside
                 row += batch.num_rows
 
 

@@ -24,10 +24,10 @@ ATTENTION_MASK = "attention_mask"
 
 
 class Ragged(NamedTuple):
-    """Lists of integers, one per row, end to end."""
+    """Lists of numbers, one per row, end to end."""
 
     values: npt.NDArray[Any]
-    "int64, or narrower integers where a file holds such; (num_values,)"
+    "int64, or narrower integers where a file holds such; float64 of weights; (num_values,)"
     offsets: npt.NDArray[np.int64]
     "int64 (num_rows + 1,): where each row begins in `values`."
 
@@ -61,10 +61,10 @@ class TokenTable:
         return len(next(iter(self.columns.values())).offsets) - 1
 
     @overload
-    def __getitem__(self, index: int) -> dict[str, list[int]]: ...
+    def __getitem__(self, index: int) -> dict[str, list[Any]]: ...
     @overload
     def __getitem__(self, index: slice) -> "TokenTable": ...
-    def __getitem__(self, index: int | slice) -> "dict[str, list[int]] | TokenTable":
+    def __getitem__(self, index: int | slice) -> "dict[str, list[Any]] | TokenTable":
         """Return one row, or a table of some that follow one another."""
         if isinstance(index, int):
             return {name: column.row(index).tolist() for name, column in self.columns.items()}
@@ -77,13 +77,16 @@ class TokenTable:
         digest = xxhash.xxh3_128()
         for column in self.columns.values():
             digest.update(column.lengths.tobytes())
-            digest.update(np.ascontiguousarray(column.values, np.int64).tobytes())
+            exact = np.float64 if column.values.dtype.kind == "f" else np.int64
+            digest.update(np.ascontiguousarray(column.values, exact).tobytes())
         return digest.digest()
 
 
 def token_fields(names: Collection[str], options: RecordOptions) -> list[str]:
     """Return the fields that are read of records with these: the named ones, and what tells documents of a row."""
     beside = [name for name in (options.labels_field, options.mask_field) if name is not None]
+    if options.weights_field is not None and options.weights_field in names:
+        beside.append(options.weights_field)
     known = [name for name in (SEQ_LENGTHS, CU_SEQLENS, SEQ_START_ID, POSITION_IDS, ATTENTION_MASK) if name in names]
     return list(dict.fromkeys([options.ids_field, *beside, *known]))
 
@@ -93,7 +96,15 @@ def table_of_batch(batch: Any, options: RecordOptions) -> TokenTable:
     columns: dict[str, Ragged] = {}
     faults: dict[int, str] = {}
     for name in token_fields(batch.schema.names, options):
-        columns[name] = _of_arrow(name, batch.column(name), faults)
+        column = batch.column(name)
+        if name == options.weights_field:
+            values, lengths = column.to_pylist(), columns[options.ids_field].lengths.tolist()
+            lists = [_numbers(value, length) for value, length in zip(values, lengths, strict=True)]
+            columns[name] = _ragged(lists, np.float64)
+            for row in (row for row, found in enumerate(lists) if found is None):
+                faults.setdefault(row, _fault_of(name, {name: values[row]}, True))
+        else:
+            columns[name] = _of_arrow(name, column, faults)
     return TokenTable(columns, faults)
 
 
@@ -104,16 +115,34 @@ def table_of_records(records: Sequence[dict[str, Any]], options: RecordOptions) 
     names = {name for record in records for name in record}
     needed = {options.ids_field, options.labels_field, options.mask_field}
     for name in token_fields(names, options):
-        arrays = []
-        for row, record in enumerate(records):
-            array = _integers(record.get(name, () if name not in needed else None))
-            if array is None:
-                faults.setdefault(row, _fault_of(name, record))
-                array = np.zeros(0, np.int64)
-            arrays.append(array)
-        offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int64)
-        columns[name] = Ragged(np.concatenate([np.zeros(0, np.int64), *arrays]), offsets)
+        if name == options.weights_field:
+            lengths = columns[options.ids_field].lengths.tolist()
+            lists: list[Any] = [_numbers(record.get(name), n) for record, n in zip(records, lengths, strict=True)]
+            columns[name] = _ragged(lists, np.float64)
+        else:
+            lists = [_integers(record.get(name, () if name not in needed else None)) for record in records]
+            columns[name] = _ragged(lists, np.int64)
+        for row, found in enumerate(lists):
+            if found is None:
+                faults.setdefault(row, _fault_of(name, records[row], name == options.weights_field))
     return TokenTable(columns, faults)
+
+
+def _ragged(lists: list[npt.NDArray[Any] | None], kind: type[np.generic]) -> Ragged:
+    """Put lists end to end; one that is none is empty."""
+    arrays = [np.zeros(0, kind) if found is None else found for found in lists]
+    offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int64)
+    return Ragged(np.concatenate([np.zeros(0, kind), *arrays]), offsets)
+
+
+def _numbers(value: Any, length: int) -> npt.NDArray[np.float64] | None:
+    """Return a list of numbers as an array, one number as many times as there are ids; None for anything else."""
+    if value is None:
+        return np.ones(length)
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int | float) and not isinstance(item, bool) for item in items):
+        return None
+    return np.array(items if isinstance(value, list) else items * length, np.float64)
 
 
 def _integers(value: Any) -> npt.NDArray[np.int64] | None:
@@ -126,7 +155,9 @@ def _integers(value: Any) -> npt.NDArray[np.int64] | None:
     return array.astype(np.int64) if empty or (array.ndim == 1 and array.dtype.kind in "ib") else None
 
 
-def _fault_of(name: str, record: dict[str, Any]) -> str:
+def _fault_of(name: str, record: dict[str, Any], weights: bool = False) -> str:
+    if weights:
+        return f"field {name!r} is {name_of(record[name])}; expected a number, or a list of one for each id"
     if name not in record:
         return f"no field {name!r}, {fields_of(record)}; expected a list of integers"
     value = record[name]

@@ -66,9 +66,11 @@ class TestMessages:
 class TestBadWeights:
     """What is refused, and by which name."""
 
-    @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 2.0**-15, 65_505, "1", True, [1]])
+    @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 2.0**-15, 65_505, "1", True, [], ["1"], [-1]])
     def test_a_weight_that_cannot_be_stored_is_refused(self, value):
-        with pytest.raises(SourceError, match=r"message 1: weight is .*; expected 0, or a number from 2\^-14"):
+        with pytest.raises(
+            SourceError, match=r"message 1: weight(, token 0)? is .*; expected 0, or a number from 2\^-14"
+        ):
             weights({"messages": [ASK, REPLY | {"weight": value}]}, message_weights=True)
 
     @pytest.mark.parametrize("value", [-1, float("nan"), "high"])
@@ -98,10 +100,10 @@ class TestBadWeights:
         with pytest.raises(PackError, match=r"`train_on`: .* has no weight; expected 0, or a number"):
             DocumentMaker(encoder, RecordOptions(kind="chat", train_on=train_on))
 
-    @pytest.mark.parametrize("options", [{"message_weights": True}, {"weights_field": "w"}])
-    def test_plain_text_has_no_weights(self, options):
-        with pytest.raises(PackError, match="plain text has no messages"):
-            RecordOptions(kind="text", **options)
+    @pytest.mark.parametrize("kind", ["text", "tokens"])
+    def test_what_has_no_messages_has_no_weights_of_them(self, kind):
+        with pytest.raises(PackError, match=r"no messages\. Use `weights_field`"):
+            RecordOptions(kind=kind, message_weights=True)
 
 
 class TestTokens:
