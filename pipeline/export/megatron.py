@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.building.progress import Progress
 from pipeline.building.repack import join_documents
 from pipeline.export.naming import file_stems
-from pipeline.export.samples import rows_of, windows_by_source, windows_of
+from pipeline.export.samples import windows_by_source
 from pipeline.sources.token_files import DTYPES, MAGIC
 from shards.publish import write
 from shards.reader import Dataset
@@ -51,16 +51,3 @@ def write_index(file: IO[bytes], lengths: np.ndarray, dtype: np.dtype) -> None:
     write(file, head + len(lengths).to_bytes(8, "little") + len(bounds).to_bytes(8, "little"))
     for part in (lengths.astype("<i4"), pointers.astype("<i8"), bounds.astype("<i8")):
         write(file, part.tobytes())
-
-
-def untrained_tokens(dataset: Dataset) -> int:
-    """Return how many tokens are read but not trained, the first of each document left out: nothing predicts those."""
-    if not dataset.layout.loss_mask:
-        return 0
-    totals = dataset.manifest["totals"]
-    inside = totals["tokens"]["packed"] - totals["segments"] - totals["targets"]["packed"]
-    if inside or totals["segments"] == totals["documents"]["packed"]:
-        return inside
-    # where documents were cut, the mask of a segment's first token is kept beside the row
-    rows = (row for window in windows_of(dataset) for row in rows_of(dataset, window))
-    return sum(int(((row["doc_offsets"] > 0) & (row["start_targets"] == 0)).sum()) for row in rows)

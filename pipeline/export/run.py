@@ -5,18 +5,14 @@ add a format, write a function and enter it in `FORMATS`.
 """
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.building.progress import Progress
-from pipeline.building.stores import io_errors
 from pipeline.export.config import DatasetExportConfig, ExportFormat
-from pipeline.export.megatron import untrained_tokens, write_megatron
-from pipeline.export.streams import write_litdata, write_mds
-from pipeline.export.tables import origin_of, write_bridge, write_parquet
-from pipeline.export.texts import write_jsonl
+from pipeline.export.samples import origin_of, untrained_tokens
 from shards.errors import PackError, counted, reason_of
 from shards.publish import canonical, fsync, rename, sync_directory
 from shards.reader import Dataset
@@ -28,20 +24,26 @@ MARK = ".shardpack-export.json"  # hidden, so that readers of whole directories 
 class Format(NamedTuple):
     """What writes a format, and what it can say."""
 
-    write: Callable[[Dataset, Path, Progress], None]
+    writer: str
+    "module:function, imported when asked for, since what one format needs another does not."
     masks: bool = True
     "Whether it says which tokens are trained."
     weights: bool = True
     "Whether it says with which weight."
 
+    def write(self, dataset: Dataset, out: Path, progress: Progress) -> None:
+        """Write a dataset into a directory."""
+        module, name = self.writer.split(":")
+        getattr(import_module(module), name)(dataset, out, progress)
+
 
 FORMATS: dict[ExportFormat, Format] = {
-    "megatron": Format(write_megatron, masks=False, weights=False),
-    "megatron-bridge": Format(write_bridge, weights=False),
-    "mds": Format(write_mds),
-    "litdata": Format(write_litdata),
-    "parquet": Format(write_parquet),
-    "jsonl": Format(write_jsonl),
+    "megatron": Format("pipeline.export.megatron:write_megatron", masks=False, weights=False),
+    "megatron-bridge": Format("pipeline.export.tables:write_bridge", weights=False),
+    "mds": Format("pipeline.export.streams:write_mds"),
+    "litdata": Format("pipeline.export.streams:write_litdata"),
+    "parquet": Format("pipeline.export.tables:write_parquet"),
+    "jsonl": Format("pipeline.export.texts:write_jsonl"),
 }
 
 
@@ -73,7 +75,7 @@ def export_dataset(config: DatasetExportConfig, progress: Progress | None = None
     _check_fit(dataset, config)
     try:
         return _write_beside(dataset, out, config, progress or Progress())
-    except io_errors() as error:
+    except OSError as error:
         raise PackError(
             f"{out}: cannot be written ({reason_of(error)}); expected a writable place with room. The export is not "
             "there. Make room or choose another `out`, then export again."

@@ -74,3 +74,26 @@ def sample_of(row: Row) -> Sample:
     if "loss_weights" in row:
         sample["loss_weights"] = row["loss_weights"].astype(np.float32)
     return sample | {name: np.asarray(row[name]) for name in PROVENANCE}
+
+
+def untrained_tokens(dataset: Dataset) -> int:
+    """Return how many tokens are read but not trained, the first of each document left out: nothing predicts those."""
+    if not dataset.layout.loss_mask:
+        return 0
+    totals = dataset.manifest["totals"]
+    inside = totals["tokens"]["packed"] - totals["segments"] - totals["targets"]["packed"]
+    if inside or totals["segments"] == totals["documents"]["packed"]:
+        return inside
+    # where documents were cut, the mask of a segment's first token is kept beside the row
+    rows = (row for window in windows_of(dataset) for row in rows_of(dataset, window))
+    return sum(int(((row["doc_offsets"] > 0) & (row["start_targets"] == 0)).sum()) for row in rows)
+
+
+def origin_of(dataset: Dataset) -> dict[str, str | int]:
+    """Return what an export says about the dataset it was made of."""
+    return {
+        "dataset_id": dataset.dataset_id,
+        "seq_len": dataset.seq_len,
+        "packer": dataset.packer,
+        "tokenizer_digest": dataset.manifest["tokenizer"]["digest"],
+    }

@@ -55,8 +55,8 @@ def load_library(module: str, package: str, to: str) -> Any:
         return import_module(module)
     except (ImportError, RuntimeError) as error:  # torchvision beside another build of torch raises RuntimeError
         raise PackError(
-            f'`to="{to}"`: {package} cannot be imported ({reason_of(error)}); expected it beside shardpack, since it '
-            f"writes its own format. Install it: pip install {package}."
+            f'`to="{to}"`: {package} cannot be imported ({reason_of(error)}); expected it, since it writes its own '
+            "format. Install it as docs/export.md says."
         ) from error
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.building.progress import Progress
-from pipeline.export.samples import PROVENANCE, Sample, column_types, rows_of, sample_of, windows_of
+from pipeline.export.samples import PROVENANCE, Sample, column_types, origin_of, rows_of, sample_of, windows_of
 from shards.reader import Dataset, Row
 from shards.schema import BATCH_TOKENS
 
@@ -102,16 +102,6 @@ def in_groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
             group, tokens = [], 0
     if group:
         yield group
-
-
-def origin_of(dataset: Dataset) -> dict[str, str | int]:
-    """Return what an export says about the dataset it was made of."""
-    return {
-        "dataset_id": dataset.dataset_id,
-        "seq_len": dataset.seq_len,
-        "packer": dataset.packer,
-        "tokenizer_digest": dataset.manifest["tokenizer"]["digest"],
-    }
 
 
 def _columns(samples: list[Sample], kinds: dict[str, type[np.generic]]) -> Iterator[pa.Array]:

@@ -15,8 +15,7 @@ from click.testing import CliRunner
 
 from pipeline import BuildConfig, DatasetExportConfig, RecordOptions, RepackConfig, build, export_dataset, repack
 from pipeline.cli import main
-from pipeline.export import run as exporting
-from pipeline.export.run import FORMATS
+from pipeline.export.samples import untrained_tokens
 from shards import Dataset
 from shards.errors import PackError
 
@@ -186,7 +185,7 @@ def test_tokens_that_are_not_trained_are_no_secret_to_megatron(make, tmp_path):
 def test_a_mask_that_a_cut_hides_is_found_too(build_words, tmp_path):
     """All tokens inside segments are targets, but the token that begins the second segment was none."""
     dataset = build_words([([5], [6, 7, 8])], seq_len=8)
-    assert exporting.untrained_tokens(dataset) == 0
+    assert untrained_tokens(dataset) == 0
     ids, mask = list(range(10, 26)), [1] * 8 + [0] + [1] * 7
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"input_ids": ids, "mask": mask}) + "\n")
@@ -196,7 +195,7 @@ def test_a_mask_that_a_cut_hides_is_found_too(build_words, tmp_path):
             sources=path, out=tmp_path / "cut", tokenizer=dataset.path / "tokenizer", seq_len=8, records=records
         )
     )
-    assert exporting.untrained_tokens(Dataset(tmp_path / "cut")) == 1
+    assert untrained_tokens(Dataset(tmp_path / "cut")) == 1
 
 
 def test_documents_as_jsonl_are_text_with_the_places_of_targets(make, tmp_path):
@@ -299,7 +298,7 @@ def test_a_library_that_is_missing_is_named_and_nothing_is_left(make, tmp_path, 
     monkeypatch.setitem(sys.modules, "litdata", None)
     dataset = make()
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(PackError, match=f"{package} cannot be imported .* pip install {package}"):
+    with pytest.raises(PackError, match=f"{package} cannot be imported .* Install it as docs/export.md says"):
         export(dataset, to, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -313,7 +312,7 @@ def test_a_full_disk_leaves_nothing_and_an_older_export_as_it_was(make, tmp_path
         (out / "half").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(FORMATS, "parquet", FORMATS["parquet"]._replace(write=full))
+    monkeypatch.setattr("pipeline.export.tables.write_parquet", full)
     with pytest.raises(PackError, match=r"cannot be written .*No space left on device.* The export is not there"):
         export(dataset, "parquet", out, overwrite=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
