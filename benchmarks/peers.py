@@ -25,11 +25,14 @@ from types import ModuleType
 from typing import Any
 
 HOME = Path(__file__).resolve().parents[1] / ".peers"
+EXPORTING = ["click", "numpy>=2.1", "pyarrow", "rich", "xxhash"]  # what `pack export` needs there
 PACKAGES = {
     "datatrove": ["datatrove[io,processing]==0.10.1", "tokenizers>=0.22", "orjson"],
-    "litdata": ["litdata==0.2.76", "tokenizers>=0.22", "torch==2.13.0"],
-    "mosaicml-streaming": ["mosaicml-streaming==0.13.0", "tokenizers>=0.22", "torch==2.13.0"],
+    "litdata": ["litdata==0.2.76", "tokenizers>=0.22", "torch==2.13.0", *EXPORTING],
+    "megatron-core": ["megatron-core==0.16.1", "datasets", "torch==2.13.0", *EXPORTING],
+    "mosaicml-streaming": ["mosaicml-streaming==0.13.0", "tokenizers>=0.22", "torch==2.13.0", *EXPORTING],
 }
+ALONE = {"megatron-core": ["megatron-bridge==0.3.1"]}  # without what they need: CUDA kernels, for a reader of files
 CHUNK_BYTES = 1 << 26  # of a file of chunks: what litdata and MDS recommend
 BATCH = 1000  # texts in one call of a tokenizer
 
@@ -51,7 +54,7 @@ def missing(peers: list[str]) -> list[str]:
 
 def versions(peer: str) -> str:
     """Name what a peer ran with."""
-    names = ["torch", "tokenizers", "numpy", "pyarrow"]
+    names = ["megatron-bridge", "torch", "tokenizers", "numpy", "pyarrow"]
     code = (
         "from importlib import metadata as m\n"
         "have = {d.metadata['Name'].lower() for d in m.distributions()}\n"
@@ -283,7 +286,7 @@ def serve(peer: str, arguments: dict[str, Any]) -> None:
 def make(peer: str, options: list[str]) -> None:
     """Make a peer's environment anew."""
     venv.create(HOME / peer, with_pip=True, clear=True)
-    for wanted in (["pip"], PACKAGES[peer]):
+    for wanted in (["pip"], PACKAGES[peer], *([["--no-deps", *ALONE[peer]]] if peer in ALONE else [])):
         pip = [str(python_of(peer)), "-m", "pip", "install", "--disable-pip-version-check", "--upgrade"]
         subprocess.run([*pip, *options, *wanted], check=True)
     print(f"{HOME / peer}: {versions(peer)}")
