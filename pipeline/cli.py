@@ -27,6 +27,8 @@ from shards.text import printable
 
 LAZY = {
     "export": "pipeline.export.cli:export",
+    "push": "pipeline.export.cli:push",
+    "pull": "pipeline.export.cli:pull",
     "train": "trainer.cli:train",
     "export-model": "trainer.cli:export_model",
     "check-model": "trainer.cli:check_model",
