@@ -32,6 +32,8 @@ LAZY = {
     "train": "trainer.cli:train",
     "export-model": "trainer.cli:export_model",
     "check-model": "trainer.cli:check_model",
+    "trace": "trainer.documents.cli:trace",
+    "score": "trainer.documents.cli:score",
     "bench": "trainer.cli:bench",
     "demo": "trainer.cli:demo",
 }
@@ -434,9 +436,13 @@ def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: boo
 @main.command("show")
 @click.argument("dataset", type=click.Path())
 @click.argument("row", type=int, default=0)
-@click.option("--doc", help="Packs that hold this document: its doc_id, or window:record.")
+@click.option("--doc", help="Packs that hold this document: FILE:RECORD, window:record, or its doc_id.")
 @click.option("--grep", help="Packs with this text inside one segment.")
-@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Most packs that --grep shows.")
+@click.option("--scores", type=click.Path(), help="Scores by pack score: show the loss of each document.")
+@click.option("--worst", is_flag=True, help="Packs with the documents of highest loss; with --scores.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Most packs of --grep and --worst."
+)
 @click.option("--tokens", type=click.IntRange(min=1), help="Most tokens of a segment. [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a pack.")
 def show_command(dataset: str, as_json: bool, **options: Any) -> None:

@@ -159,6 +159,14 @@ class StepOrder:
         order = self._epoch(epoch)
         return order.packs_of(order.steps[step])
 
+    def steps_of(self, epoch: int, packs: np.ndarray) -> np.ndarray:
+        """Return the steps of an epoch that hold any of some packs; int64, ascending."""
+        order = self._epoch(epoch)
+        places = np.flatnonzero(np.isin(order.packs, packs))
+        units = np.searchsorted(order.starts, places, side="right") - 1
+        steps: np.ndarray = np.flatnonzero(np.isin(order.steps, units).any(axis=1))
+        return steps
+
     def batches(self, epoch: int, step: int, world_size: int) -> list[list[np.ndarray]]:
         """Return, for each rank, the packs of each of its micro-batches, balanced so that all ranks take equally long.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.collator import PackedCollator as PackedCollator
     from trainer.config import TrainConfig as TrainConfig
+    from trainer.documents.trace import RunTrace as RunTrace
     from trainer.evaluate import evaluate as evaluate
     from trainer.loader import PackLoader as PackLoader
     from trainer.loop import TrainResult as TrainResult
@@ -20,6 +21,7 @@ _HOMES = {
     "PackLoader": "trainer.loader",
     "PackedCollator": "trainer.collator",
     "PackedLM": "trainer.model.loss",
+    "RunTrace": "trainer.documents.trace",
     "TrainConfig": "trainer.config",
     "TrainResult": "trainer.loop",
     "check_model": "trainer.model.loading",
@@ -28,8 +30,8 @@ _HOMES = {
     "train": "trainer.loop",
 }
 __all__ = [
-    "ATTENTION_BACKENDS", "PackLoader", "PackedCollator", "PackedLM", "TrainConfig", "TrainResult", "__version__",
-    "check_model", "evaluate", "load_model", "train",
+    "ATTENTION_BACKENDS", "PackLoader", "PackedCollator", "PackedLM", "RunTrace", "TrainConfig", "TrainResult",
+    "__version__", "check_model", "evaluate", "load_model", "train",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from trainer.bench.config import PRESETS, BenchConfig
 from trainer.config import ExportConfig, TrainConfig
 
 
-def _wait_idly() -> None:
+def wait_idly() -> None:
     """Let threads sleep while they wait for each other; read when torch is imported.
 
     OpenMP lets them spin: 2 to 3 times the CPU seconds, and the time of a step where others use the same cores.
@@ -39,7 +39,7 @@ def train(as_json: bool, **settings: Any) -> None:
       torchrun --no-python --nproc-per-node 8 pack train data/corpus --model ./model --out runs/first --shard full
     """
     config = TrainConfig(**settings)
-    _wait_idly()
+    wait_idly()
     from trainer.loop import train as run
 
     try:
@@ -72,7 +72,7 @@ def export_model(**flags: Any) -> None:
       pack export-model runs/first --best
       pack export-model runs/first --step 340 --out models/at-340
     """
-    _wait_idly()
+    wait_idly()
     from trainer.export_model import export_model as export
 
     with quiet():
@@ -118,7 +118,7 @@ def bench(preset: str | None, html: str | None, as_json: bool, **flags: Any) -> 
       pack bench data/corpus --model ./model --html bench.html
       pack bench --preset distilgpt2-wikitext2
     """
-    _wait_idly()
+    wait_idly()
     from trainer.bench.run import print_result, run_bench, write_result_page
 
     if html and not Path(html).resolve().parent.is_dir():  # known before minutes of measuring
@@ -146,7 +146,7 @@ def demo(out: str, steps: int) -> None:
     Example:
       pack demo --out demo
     """
-    _wait_idly()
+    wait_idly()
     from trainer.demo import DemoConfig, run_demo
 
     run_demo(DemoConfig(out=out, steps=steps))

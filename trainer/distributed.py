@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shards.errors import PackError
 from trainer.model.loss import unwrap
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,14 @@ def total(values: Iterable[float | torch.Tensor], world: World) -> list[float]:
     if world.size > 1:
         dist.all_reduce(stacked)
     return [float(v) for v in stacked.tolist()]
+
+
+def gather(value: T, world: World) -> list[T]:
+    """Return what each process holds, in the order of ranks, on all of them."""
+    values: list[Any] = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

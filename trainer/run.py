@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,14 @@ def settle(config: TrainConfig, world: World) -> Settled:
     check_datasets(dataset, eval_datasets.values(), config.force)
     checkpoints = Checkpoints(Path(config.out) / "checkpoints", config.keep, world)
     start = find_resume_point(config, checkpoints)
-    loader = _loader(config, world, dataset, config.packs_per_step or start.packs_per_step)
+    loader = make_loader(config, world, dataset, config.packs_per_step or start.packs_per_step)
     start.place(loader)
     num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
     notes = [*_order_notes(loader), *start.notes(config, num_steps)]
     if config.warmup_steps >= num_steps:
         notes.append(f"warmup_steps {config.warmup_steps}: the run ends with step {num_steps}, before it decays")
     if world.is_main and not start.is_end(num_steps):
-        claim_directory(config)
+        claim_directory(replace(config, packs_per_step=loader.packs_per_step))  # the default depends on the processes
     config, card_config = start.configs(config, num_steps)
     return Settled(
         config=config,
@@ -237,7 +237,12 @@ def build_model(config: TrainConfig, world: World, datasets: list[Dataset]) -> t
     return lm, cost_of(model), list(dict.fromkeys(notes))
 
 
-def _loader(config: TrainConfig, world: World, dataset: Dataset, packs_per_step: int | None) -> PackLoader:
+def make_loader(config: TrainConfig, world: World, dataset: Dataset, packs_per_step: int | None) -> PackLoader:
+    """Return the batches of a run, in its order.
+
+    Raises:
+        PackError: Settings and dataset do not fit.
+    """
     return PackLoader(
         dataset,
         tokens_per_batch=config.tokens_per_batch,

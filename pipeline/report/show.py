@@ -21,10 +21,12 @@ from pipeline.report.terminal import safe_text
 from shards.errors import PackError, counted
 from shards.plan import Plan
 from shards.reader import Dataset
+from shards.schema import split_doc_id
+from shards.tables.provenance import Provenance, parts_of, read_sidecar
+from shards.tables.scores import Scores, read_scores
 from shards.tables.shard_list import ShardEntry
 from shards.text import printable
 
-WINDOW_SHIFT = 32  # a doc_id is window number * 2^32 + the record's index in the window
 UNITS = {
     "parquet": "row groups",
     "arrow": "rows",
@@ -79,7 +81,9 @@ class Decoder:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def decode_pack(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None = None) -> DecodedPack:
+def decode_pack(
+    dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None = None, scores: Scores | None = None
+) -> DecodedPack:
     """Return one pack as plain data.
 
     Args:
@@ -87,6 +91,7 @@ def decode_pack(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | N
         row: Number of the pack.
         decoder: Of this dataset.
         tokens: Most tokens of each segment that are decoded; None for all.
+        scores: Losses of documents, which are then shown.
 
     Returns:
         row, source, shard, tokens, targets, fill and `segments`, each with its place in the pack and in its document,
@@ -99,12 +104,13 @@ def decode_pack(dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | N
         raise PackError(f"{dataset.path}: no pack {row}; it has {len(dataset):,}, counted from 0.")
     pack, (shard, local) = dataset[row], dataset.shard_of(row)
     bounds = pack["cu_seqlens"].tolist()
-    plan, sidecar = dataset.plan, _sidecar(dataset, shard["window"])
+    plan, sidecar = dataset.plan, read_sidecar(dataset.path, shard["window"])
     parts = parts_of(dataset, shard["window"], set(pack["doc_ids"].tolist()))
     segments = [
         {
             "document": int(document),
             "part": int(part),
+            **({} if scores is None else {"loss": scores.loss_of(int(document), int(part))}),
             "record": record_of(plan, shard, sidecar, int(document)),
             "start": start,
             "tokens": stop - start,
@@ -146,16 +152,11 @@ def _runs(pack: DecodedPack, start: int, stop: int, decoder: Decoder) -> Iterato
         yield {"text": text, "trained": bool(mask[first]), "special": bool(special[first]), "tokens": last - first}
 
 
-def _sidecar(dataset: Dataset, window: int) -> dict[str, Any]:
-    file = dataset.path / "shards" / f"{window:08d}.json"
-    return dict(json.loads(file.read_bytes())) if file.exists() else {"spans": []}
-
-
 def record_of(plan: Plan, shard: ShardEntry, sidecar: dict[str, Any], document: int) -> str:
     """Return where a document came from: file, and its place among the records of its slice."""
-    index = document & ((1 << WINDOW_SHIFT) - 1)
+    window, index = split_doc_id(document)
     files = next(source["files"] for source in plan["sources"] if source["name"] == shard["source"])
-    for number, start, stop, first, count in sidecar["spans"]:
+    for number, start, stop, first, count in sidecar.get("spans", ()):
         if first <= index < first + count:
             file = files[number]
             if shard["window"] < len(plan["windows"]):
@@ -163,30 +164,7 @@ def record_of(plan: Plan, shard: ShardEntry, sidecar: dict[str, Any], document: 
             else:  # cut while it was read
                 unit = "lines" if file["format"] == "jsonl" else "records"
             return f"{file['name']}, record {index - first} of {unit} {start}:{stop}"
-    return f"window {document >> WINDOW_SHIFT}, record {index}"
-
-
-def parts_of(dataset: Dataset, window: int, records: set[int]) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
-    """Return the segments of the documents that some records of one window gave, each list in the document's order.
-
-    Args:
-        dataset: The dataset.
-        window: The window of the records.
-        records: Their `doc_ids`.
-
-    Returns:
-        For each document (`doc_id`, `doc_part`): first token, tokens, pack of each segment.
-    """
-    parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    shards = dataset.shards  # one a window, in order
-    first = int(shards.columns["first_pack"][window]) if window < len(shards) else 0
-    for row in range(first, first + shards[window]["rows"]) if window < len(shards) else ():
-        pack = dataset[row]
-        columns = (pack["doc_ids"], pack["doc_parts"], pack["doc_offsets"], np.diff(pack["cu_seqlens"]))
-        for record, part, offset, tokens in zip(*(column.tolist() for column in columns), strict=True):
-            if record in records:
-                parts.setdefault((record, part), []).append((offset, tokens, row))
-    return {document: sorted(found) for document, found in parts.items()}
+    return f"window {window}, record {index}"
 
 
 def find_neighbours(parts: list[tuple[int, int, int]], offset: int, whole: int | None) -> dict[str, int | None]:
@@ -215,30 +193,18 @@ def _whole(sidecar: dict[str, Any], document: int) -> int | None:
     return next((entry["tokens"] for entry in sidecar.get("longest", []) if entry["doc_id"] == document), None)
 
 
-def parse_document_id(text: str) -> int:
-    """Parse a document's number, or window:record.
-
-    Raises:
-        PackError: It is neither.
-    """
-    window, colon, record = text.rpartition(":")
-    if not record.isdecimal() or (colon and not window.isdecimal()):
-        raise PackError(f"`doc`: {text}; is no document, expected its doc_id, or window:record such as 0:17.")
-    return (int(window) << WINDOW_SHIFT) + int(record) if colon else int(record)
-
-
 def rows_of_document(dataset: Dataset, document: int) -> list[int]:
     """Return the packs that hold segments of a document, in the order of its tokens.
 
     Raises:
         PackError: No pack holds any of it.
     """
-    documents = parts_of(dataset, document >> WINDOW_SHIFT, {document})
+    window, record = split_doc_id(document)
+    documents = parts_of(dataset, window, {document})
     parts = [segment for key in sorted(documents) for segment in documents[key]]
     if not parts:
-        name = f"{document >> WINDOW_SHIFT}:{document % 2**WINDOW_SHIFT}"
         raise PackError(
-            f"`doc`: {name}; no pack holds any token of it, it was dropped or does not exist. "
+            f"`doc`: {window}:{record}; no pack holds any token of it, it was dropped or does not exist. "
             f"See pack inspect {quote(str(dataset.path))}."
         )
     return list(dict.fromkeys(row for _, _, row in parts))
@@ -273,6 +239,8 @@ def segment_title(segment: DecodedPack, number: int) -> str:
     first, last = segment["start"], segment["start"] + segment["tokens"] - 1
     place = f"tokens {first:,} to {last:,} (positions 0 to {last - first:,}), {counted(segment['targets'], 'target')}"
     record = segment["record"] + (f", document {segment['part'] + 1} of it" if segment["part"] else "")
+    if segment.get("loss") is not None:
+        record += f", loss {segment['loss']:.3f}"
     return f"segment {number}: {place}, {'; '.join([record, *cuts])}"
 
 
@@ -318,24 +286,33 @@ def show_packs(
     limit: int,
     tokens: int | None,
     as_json: bool,
+    scores: str | None = None,
+    worst: bool = False,
 ) -> Iterator[str]:
     """Yield what `pack show` prints, styled where stdout is a terminal that wants it.
 
     Raises:
-        PackError: No such pack, document or text.
+        PackError: No such pack, document or text, or scores of another dataset.
     """
     dataset, console = Dataset(path), Console()
     decoder = Decoder(dataset.path / "tokenizer")
+    losses = None if scores is None else read_scores(scores, dataset.dataset_id)
     rows = [row]
-    if doc is not None:
-        rows = rows_of_document(dataset, parse_document_id(doc))
+    if worst:
+        if losses is None:
+            raise PackError("`worst`: there are no losses to go by; expected some. Add `scores`, from pack score.")
+        found = [rows_of_document(dataset, document)[0] for document in losses.worst(limit)]
+        rows = list(dict.fromkeys(found))
+    elif doc is not None:
+        found = [row for document in Provenance(dataset).find(doc) for row in rows_of_document(dataset, document)]
+        rows = list(dict.fromkeys(found))
     elif grep is not None:
         rows = list(islice(rows_with_text(dataset, grep, decoder), limit))
         if not rows:
             raise PackError(f"`grep`: {grep!r}; no segment of {path} holds this text. Check spelling and white space.")
     colour = console.color_system is not None and not console.no_color
     for number in rows:
-        pack = decode_pack(dataset, number, decoder, tokens=tokens)
+        pack = decode_pack(dataset, number, decoder, tokens=tokens, scores=losses)
         if as_json:
             yield json.dumps(pack)
             continue

@@ -133,6 +133,11 @@ class BlockOrder:
         first = self._sequence.take(epoch, 0, min(total, size - len(packs)))  # the last step is filled from the first
         return np.resize(np.concatenate([packs, first]), size)
 
+    def steps_of(self, epoch: int, packs: np.ndarray) -> np.ndarray:
+        """Return the steps of an epoch that hold any of some packs; int64, ascending."""
+        steps = [step for step in range(self.steps_per_epoch) if np.isin(self.step_packs(epoch, step), packs).any()]
+        return np.array(steps, np.int64)
+
     def batches(self, epoch: int, step: int, world_size: int) -> list[list[np.ndarray]]:
         """Return, for each rank, the packs of each of its micro-batches, balanced so that all ranks take equally long.
 

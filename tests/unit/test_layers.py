@@ -50,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "pipeline.export": ANYWHERE | {f"pipeline.{room}" for room in ("building", "cli", "report", "sources")},
     "trainer.model": {"trainer.config", "trainer.batch"},
     "trainer.saving": {f"trainer.{room}" for room in ("checks", "config", "distributed", "metrics", "model")},
+    "trainer.documents": TRAINING | ANYWHERE | {"pipeline.cli", "pipeline.report", "trainer.cli"},
     "trainer.bench": TRAINING | BUILDS | {"trainer.demo_corpus"},
     "trainer.demo": TRAINING | BUILDS | {"trainer.bench", "trainer.demo_corpus", "pipeline.cli"},
     "trainer": EVERYTHING,  # as pipeline

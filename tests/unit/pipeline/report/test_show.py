@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 from pipeline.cli import main
-from pipeline.report.show import Decoder, decode_pack, find_neighbours, pack_view, parse_document_id, rows_of_document
+from pipeline.report.show import Decoder, decode_pack, find_neighbours, pack_view, rows_of_document
 from shards import Dataset, PackError
+from shards.tables.provenance import parse_document_id
 
 
 @pytest.fixture

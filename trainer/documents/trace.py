@@ -1,0 +1,243 @@
+"""From a step of a run to its documents, and from a document to the steps that saw it.
+
+No log is kept: which packs make which step is a function of the dataset, the settings in `train.json` and the seed, so
+the order is made again, in a tenth of a second for a million packs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+import torch
+
+from shards import Dataset
+from shards.errors import PackError, reason_of
+from shards.schema import split_doc_id
+from shards.tables.provenance import Provenance, parts_of
+from shards.tables.scores import Scores, read_scores
+from trainer.config import TrainConfig
+from trainer.distributed import World
+from trainer.metrics import last_step
+from trainer.run import make_loader
+
+
+class DocumentName(TypedDict):
+    """Which document, and the record that gave it; None where the dataset does not tell."""
+
+    doc_id: int
+    doc_part: int
+    source: str
+    file: str | None
+    record: int | None
+    loss: float | None
+    "Where it was scored."
+
+
+class SeenSegment(DocumentName):
+    """Part of a document in a step."""
+
+    pack: int
+    tokens: int
+    targets: int
+
+
+class StepTrace(TypedDict):
+    """What one step saw, in the order of its packs."""
+
+    step: int
+    epoch: int
+    taken: bool
+    "Whether the run has taken it."
+    packs: int
+    tokens: int
+    targets: int
+    segments: list[SeenSegment]
+
+
+class Sighting(TypedDict):
+    """A step that sees a document."""
+
+    step: int
+    epoch: int
+    taken: bool
+    packs: list[int]
+    tokens: int
+
+
+class DocumentTrace(TypedDict):
+    """The steps of a run that see one document."""
+
+    document: DocumentName
+    tokens: int
+    "Of the document, in all packs."
+    packs: list[int]
+    steps: list[Sighting]
+
+
+class _Order(NamedTuple):
+    """What decides the order of a run."""
+
+    config: TrainConfig
+    packs_per_step: int | None
+    dataset_id: str | None
+
+
+class RunTrace:
+    """The order of a run, made again.
+
+    Args:
+        run: Run directory.
+        dataset: Where its dataset has moved to; None for where the run found it.
+        scores: What `pack score` wrote of the dataset, for losses.
+
+    Raises:
+        PackError: No run, or its dataset is not there or is another one.
+    """
+
+    def __init__(self, run: str | Path, *, dataset: str | Path | None = None, scores: str | Path | None = None) -> None:
+        self.run = Path(run)
+        order = _read_order(self.run)
+        self.dataset = Dataset(dataset or order.config.dataset)
+        if order.dataset_id is not None and order.dataset_id != self.dataset.dataset_id:
+            raise PackError(
+                f"{self.dataset.path}: is dataset {self.dataset.dataset_id[:12]}; expected {order.dataset_id[:12]}, "
+                f"which {self.run} was trained on. Name that one with `dataset`."
+            )
+        self.loader = make_loader(order.config, World(device=torch.device("cpu")), self.dataset, order.packs_per_step)
+        steps_per_epoch = self.loader.steps_per_epoch
+        self.num_steps = order.config.steps or max(1, round(order.config.epochs * steps_per_epoch))
+        "Steps of the whole run."
+        self.steps_taken = last_step(self.run / "metrics.jsonl")
+        "Steps that its metrics tell of."
+        self.provenance = Provenance(self.dataset)
+        self._scores_file = scores
+
+    @cached_property
+    def scores(self) -> Scores | None:
+        """Losses of documents, where they were given."""
+        return None if self._scores_file is None else read_scores(self._scores_file, self.dataset.dataset_id)
+
+    def step(self, number: int) -> StepTrace:
+        """Return what a step saw.
+
+        Args:
+            number: Counted from 1, as in the metrics.
+
+        Raises:
+            PackError: The run has no such step.
+        """
+        if not 1 <= number <= self.num_steps:
+            raise PackError(
+                f"`step`: {number:,}; expected 1 to {self.num_steps:,}, the steps of {self.run}. Choose one of them."
+            )
+        segments: list[SeenSegment] = []
+        packs = self.loader.packs_of(number - 1)
+        for pack in packs.tolist():
+            row = self.dataset[pack]
+            bounds = row["cu_seqlens"].tolist()
+            targets = np.add.reduceat(row["loss_mask"].astype(np.int64), bounds[:-1]).tolist()
+            columns = (row["doc_ids"].tolist(), row["doc_parts"].tolist(), np.diff(bounds).tolist(), targets)
+            segments += [
+                {**self._name(document, part), "pack": pack, "tokens": tokens, "targets": count}
+                for document, part, tokens, count in zip(*columns, strict=True)
+            ]
+        return {
+            "step": number,
+            "epoch": (number - 1) // self.loader.steps_per_epoch + 1,
+            "taken": number <= self.steps_taken,
+            "packs": len(packs),
+            "tokens": sum(segment["tokens"] for segment in segments),
+            "targets": sum(segment["targets"] for segment in segments),
+            "segments": segments,
+        }
+
+    def document(self, text: str) -> list[DocumentTrace]:
+        """Return the steps that see the documents of one record, over the whole run.
+
+        Args:
+            text: As for `Provenance.find`.
+
+        Raises:
+            PackError: There is no such record, or no pack holds any of it.
+        """
+        documents = self.provenance.find(text)
+        traces = [trace for document in documents for trace in self._documents(document)]
+        if not traces:
+            reason = self.provenance.reason_of_absence(documents[0])
+            raise PackError(f"`doc`: {text}; no pack holds any token of it: {reason}. See pack inspect.")
+        return traces
+
+    def _documents(self, document: int) -> list[DocumentTrace]:
+        traces: list[DocumentTrace] = []
+        for (_, part), segments in sorted(parts_of(self.dataset, split_doc_id(document)[0], {document}).items()):
+            tokens_in: dict[int, int] = {}
+            for _, tokens, pack in segments:
+                tokens_in[pack] = tokens_in.get(pack, 0) + tokens
+            traces.append(
+                {
+                    "document": self._name(document, part),
+                    "tokens": sum(tokens_in.values()),
+                    "packs": list(tokens_in),
+                    "steps": self._sightings(tokens_in),
+                }
+            )
+        return traces
+
+    def _sightings(self, tokens_in: dict[int, int]) -> list[Sighting]:
+        steps_per_epoch, packs = self.loader.steps_per_epoch, np.array(list(tokens_in))
+        sightings: list[Sighting] = []
+        for epoch in range(-(-self.num_steps // steps_per_epoch)):
+            for step in self.loader.order.steps_of(epoch, packs).tolist():
+                number = epoch * steps_per_epoch + step
+                if number >= self.num_steps:
+                    break
+                here = self.loader.packs_of(number).tolist()
+                served = [pack for pack in here if pack in tokens_in]  # a mix may serve a pack twice in a step
+                sightings.append(
+                    {
+                        "step": number + 1,
+                        "epoch": epoch + 1,
+                        "taken": number < self.steps_taken,
+                        "packs": served,
+                        "tokens": sum(tokens_in[pack] for pack in served),
+                    }
+                )
+        return sightings
+
+    def _name(self, document: int, part: int) -> DocumentName:
+        record = self.provenance.record_of(document)
+        return {
+            "doc_id": document,
+            "doc_part": part,
+            "source": self.dataset.shards[split_doc_id(document)[0]]["source"],
+            "file": record.file if record else None,
+            "record": record.number if record else None,
+            "loss": self.scores.loss_of(document, part) if self.scores else None,
+        }
+
+
+def _read_order(run: Path) -> _Order:
+    """Read what decides the order of a run: its newest checkpoint, and its settings, also where there is none yet.
+
+    Raises:
+        PackError: No run is there.
+    """
+    file = run / "train.json"
+    try:
+        settings = json.loads(file.read_bytes())
+        known = {each.name for each in fields(TrainConfig)}
+        config = TrainConfig(**{name: value for name, value in settings.items() if name in known})
+        file = max((run / "checkpoints").glob("step-*/checkpoint.json"), default=run)
+        if file == run:
+            return _Order(config, config.packs_per_step, None)
+        state = json.loads(file.read_bytes())["facts"]["loader"]
+        return _Order(config, int(state["packs_per_step"]), str(state["dataset_id"]))
+    except FileNotFoundError as error:
+        raise PackError(f"{run}: holds no run; expected train.json. Name a directory that pack train wrote.") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PackError(f"{file}: cannot be read as part of a run ({reason_of(error)}). Restore it.") from error
