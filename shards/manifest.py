@@ -226,7 +226,8 @@ def datasets_files(plan: Plan, dataset_id: str, files: Sequence[str]) -> dict[st
     features = {}
     for field in layout_of(plan).schema():
         value = field.type.value_type if pa.types.is_list(field.type) else field.type
-        feature: dict[str, Any] = {"dtype": str(value), "_type": "Value"}
+        named = "float16" if pa.types.is_float16(value) else str(value)  # Arrow's own name is no name to datasets
+        feature: dict[str, Any] = {"dtype": named, "_type": "Value"}
         features[field.name] = {"feature": feature, "_type": "List"} if pa.types.is_list(field.type) else feature
     state: dict[str, Any] = {
         "_data_files": [{"filename": file} for file in files],

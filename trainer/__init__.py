@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.collator import PackedCollator as PackedCollator
+    from trainer.collator import WeightedTrainer as WeightedTrainer
     from trainer.config import TrainConfig as TrainConfig
     from trainer.documents.trace import RunTrace as RunTrace
     from trainer.evaluate import evaluate as evaluate
@@ -24,6 +25,7 @@ _HOMES = {
     "RunTrace": "trainer.documents.trace",
     "TrainConfig": "trainer.config",
     "TrainResult": "trainer.loop",
+    "WeightedTrainer": "trainer.collator",
     "check_model": "trainer.model.loading",
     "evaluate": "trainer.evaluate",
     "load_model": "trainer.model.loading",
@@ -31,7 +33,7 @@ _HOMES = {
 }
 __all__ = [
     "ATTENTION_BACKENDS", "PackLoader", "PackedCollator", "PackedLM", "RunTrace", "TrainConfig", "TrainResult",
-    "__version__", "check_model", "evaluate", "load_model", "train",
+    "WeightedTrainer", "__version__", "check_model", "evaluate", "load_model", "train",
 ]  # fmt: skip
 
 

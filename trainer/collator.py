@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from shards.errors import PackError
 from shards.schema import loss_mask_of
@@ -94,34 +95,87 @@ class PackedCollator:
         Returns:
             `input_ids`, `position_ids`, `labels`: int64 (1, T); `cu_seq_lens_q` and `cu_seq_lens_k`, the same int32
             (segments + 1,); `max_length_q` and `max_length_k`, the longest segment; `use_cache`, False. `labels` holds
-            the id of every target in its own slot, -100 elsewhere.
+            the id of every target in its own slot, -100 elsewhere. Of a dataset with weights the labels are called
+            `weighted_labels`, beside `loss_weights`, float32 (1, T): a trainer that is no `WeightedTrainer` finds no
+            labels and stops, instead of passing over the weights.
 
         Raises:
             PackError: The trainer removed columns, or cut or packed the rows again.
         """
-        ids, labels, offsets = [], [], [np.zeros(1, np.int64)]
+        ids, labels, weights, offsets = [], [], [], [np.zeros(1, np.int64)]
         at = 0
         for row in rows:
             _check(row)
             tokens, mask = np.asarray(row["input_ids"]).astype(np.int64), _loss_mask(row)
             ids.append(tokens)
             labels.append(np.where(mask != 0, tokens, IGNORED))
+            if "loss_weights" in row:
+                weights.append(np.asarray(row["loss_weights"], np.float32))
             offsets.append(np.asarray(row["cu_seqlens"])[1:].astype(np.int64) + at)
             at += len(tokens)
         cu_seqlens = np.concatenate(offsets)
         lengths = np.diff(cu_seqlens)
         positions = np.arange(at) - np.repeat(cu_seqlens[:-1], lengths)
         boundaries, longest = torch.from_numpy(cu_seqlens.astype(np.int32)), int(lengths.max())
+        targets = {"weighted_labels" if weights else "labels": torch.from_numpy(np.concatenate(labels))[None]}
+        if weights:
+            targets["loss_weights"] = torch.from_numpy(np.concatenate(weights))[None]
         return {
+            **targets,
             "input_ids": torch.from_numpy(np.concatenate(ids))[None],
             "position_ids": torch.from_numpy(positions)[None],
-            "labels": torch.from_numpy(np.concatenate(labels))[None],
             "cu_seq_lens_q": boundaries,
             "cu_seq_lens_k": boundaries,
             "max_length_q": longest,
             "max_length_k": longest,
             "use_cache": False,
         }
+
+
+class WeightedTrainer:
+    """Weigh each target in a trainer of transformers or TRL, whose own losses know no weights.
+
+    To be named before the trainer: `class Mine(WeightedTrainer, Trainer): ...`. The loss of an optimizer step is what
+    `pack train` takes: the sum of weight times token loss over all micro-batches and processes, divided by the sum of
+    the weights. Evaluation divides by the weights of each batch. Batches without weights go to the trainer as ever.
+    """
+
+    loss_is_scaled_for_ga = True  # the divisor is that of the whole step
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Return the micro-batches of a step, and the sum of their weights over all processes."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        if not batches or "loss_weights" not in batches[0]:
+            return batches, items
+        total = sum(batch["loss_weights"].double().sum() for batch in batches)
+        return batches, self.accelerator.gather(total.to(device, torch.float32)).sum()  # type: ignore[attr-defined]
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the weighted loss of a micro-batch; see `transformers.Trainer.compute_loss`."""
+        if "loss_weights" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        rest = {name: value for name, value in inputs.items() if name not in ("weighted_labels", "loss_weights")}
+        outputs = model(**rest)
+        weights, labels = inputs["loss_weights"][:, 1:], inputs["weighted_labels"][:, 1:]
+        losses = F.cross_entropy(outputs.logits[0, :-1].float(), labels[0], ignore_index=IGNORED, reduction="none")
+        total = (losses * weights[0]).sum()
+        if num_items_in_batch is None:
+            loss = total / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        else:  # the trainer averages gradients over its processes
+            loss = total / num_items_in_batch * self.accelerator.num_processes  # type: ignore[attr-defined]
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Return the weighted loss of an evaluation batch; see `transformers.Trainer.prediction_step`."""
+        if "loss_weights" not in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        return loss.detach(), None, None
 
 
 def _loss_mask(row: Mapping[str, Any]) -> np.ndarray:
@@ -137,11 +191,6 @@ def _check(row: Mapping[str, Any]) -> None:
         raise PackError(
             f"PackedCollator: a row came without {', '.join(missing)}; the trainer removes columns that the model "
             "does not name. Set remove_unused_columns=False."
-        )
-    if "loss_weights" in row:
-        raise PackError(
-            "PackedCollator: the rows have loss_weights, which the loss of these trainers would pass over. Train with "
-            "pack train or with trainer.PackedLM, or build without weights."
         )
     length, segments = len(row["input_ids"]), len(row["cu_seqlens"]) - 1
     if "loss_mask" not in row and int(row.get("num_targets", -1)) != length - segments:

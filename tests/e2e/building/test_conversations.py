@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -143,6 +144,8 @@ def test_weights_lie_in_every_shard_and_none_is_lost(tokenizer_dir, tmp_path):
     audit_sources(str(tmp_path / "out"), (str(path),), report)
     assert report.ok, report.problems
     dataset = Dataset(tmp_path / "out")
+    loaded = datasets.load_from_disk(str(tmp_path / "out"))
+    assert [row["loss_weights"] for row in loaded] == [pack["loss_weights"].tolist() for pack in dataset]
     answer = manifest["totals"]["targets"]["packed"] / 32  # trained tokens of each of the 32 answers that are
     assert float(dataset.index.weight_sum.sum()) == answer * sum(weights)
     assert {float(weight) for pack in dataset for weight in pack["loss_weights"]} == {0, 0.25, 0.5, 1, 2}

@@ -3,7 +3,9 @@
 import json
 import runpy
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -11,8 +13,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from pipeline import BuildConfig, build
+from pipeline.config import RecordOptions
 from shards import Dataset, PackError
-from trainer import PackedCollator, TrainConfig, load_model
+from trainer import PackedCollator, PackedLM, TrainConfig, WeightedTrainer, load_model
+from trainer.distributed import World
+from trainer.evaluate import evaluate
 from trainer.loop import train
 from trainer.model.loading import load_config
 
@@ -154,3 +160,86 @@ def test_a_collator_that_knows_no_model_says_once_that_nobody_checked(caplog, mo
     PackedCollator()
     PackedCollator()
     assert caplog.text.count("PackedCollator: got no model") == 1
+
+
+class TestWeights:
+    """Packs with weights in other trainers."""
+
+    @pytest.fixture
+    def weighted(self, packed, tmp_path) -> str:
+        """Texts of several weights, with the tokenizer of `packed`."""
+        path = tmp_path / "weighted.jsonl"
+        words = [
+            "packs",
+            "hold",
+            "documents",
+            "of",
+            "many",
+            "weights",
+            "the",
+            "loss",
+            "is",
+            "their",
+            "weighted",
+            "mean",
+        ]
+        records = [{"text": " ".join(words[n % 7 :] * (1 + n % 3)), "w": (0.25, 1, 3)[n % 3]} for n in range(24)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        build(
+            BuildConfig(
+                sources=path, out=tmp_path / "weighted", tokenizer=f"{packed}/tokenizer", seq_len=64,
+                records=RecordOptions(weights_field="w"),
+            )
+        )  # fmt: skip
+        return str(tmp_path / "weighted")
+
+    def arguments(self, kind: type, out: Path, **more: Any) -> Any:
+        return kind(output_dir=str(out), remove_unused_columns=False, **more)
+
+    @pytest.mark.parametrize("base", [Trainer, SFTTrainer])
+    def test_a_weighted_trainer_gives_the_losses_of_pack_train(self, base, weighted, model_dir, tmp_path):
+        dataset = Dataset(weighted)
+        expected = pack_train_losses(weighted, model_dir, tmp_path / "ours", len(dataset))
+        weighted_trainer = type("Mine", (WeightedTrainer, base), {})
+        more = {"dataset_kwargs": {"skip_prepare_dataset": True}} if base is SFTTrainer else {}
+        kind = SFTConfig if base is SFTTrainer else TrainingArguments
+        own = {"processing_class": AutoTokenizer.from_pretrained(f"{weighted}/tokenizer")} if base is SFTTrainer else {}
+        model = load_model(model_dir).model
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # these libraries warn about themselves
+            trainer = weighted_trainer(
+                model=model, args=self.arguments(kind, tmp_path / "theirs", **quiet_arguments(len(dataset)), **more),
+                train_dataset=datasets.load_from_disk(weighted).with_format("numpy"),
+                data_collator=PackedCollator(model), **own,
+            )  # fmt: skip
+            trainer.train()
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+    @pytest.mark.parametrize("ours", [True, False])
+    def test_any_other_trainer_finds_no_labels(self, weighted, model_dir, tmp_path, ours):
+        model = load_model(model_dir).model if ours else AutoModelForCausalLM.from_pretrained(model_dir)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = Trainer(
+                model=model, args=self.arguments(TrainingArguments, tmp_path / "theirs", **quiet_arguments(1)),
+                train_dataset=Dataset(weighted), data_collator=PackedCollator(),
+            )  # fmt: skip
+            with pytest.raises((ValueError, PackError), match="'weighted_labels'" if ours else "did not return a loss"):
+                trainer.train()
+
+    def test_an_evaluation_batch_is_divided_by_its_weights(self, weighted, model_dir, tmp_path):
+        model, dataset = load_model(model_dir).model, Dataset(weighted)
+        weighted_trainer = type("Mine", (WeightedTrainer, Trainer), {})
+        arguments = quiet_arguments(1) | {"per_device_eval_batch_size": len(dataset)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = weighted_trainer(
+                model=model, args=self.arguments(TrainingArguments, tmp_path / "theirs", **arguments),
+                eval_dataset=dataset, data_collator=PackedCollator(model),
+            )  # fmt: skip
+            found = trainer.evaluate()["eval_loss"]
+        module = PackedLM(model, backend="cpu", plain_head=True)
+        world = World(device=torch.device("cpu"))
+        ours = evaluate(module, module, dataset, world, tokens_per_batch=64, autocast=nullcontext())
+        assert found == pytest.approx(ours["eval_loss"], rel=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shards import Dataset, PackError
+from shards import Dataset
 from trainer.batch import IGNORED
 from trainer.collator import PackedCollator
 from trainer.distributed import World
@@ -105,6 +105,9 @@ def test_evaluation_is_the_weighted_mean_too(datasets, module):
     assert found["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_other_trainers_are_told_that_they_would_pass_over_the_weights(datasets):
-    with pytest.raises(PackError, match="loss_weights, which the loss of these trainers would pass over"):
-        PackedCollator()([datasets["some"][0]])
+def test_batches_for_other_trainers_carry_weights_beside_labels_that_only_a_weighted_one_knows(datasets):
+    rows = [datasets["some"][number] for number in (0, 1)]
+    batch = PackedCollator()(rows)
+    assert "labels" not in batch
+    assert batch["loss_weights"][0].tolist() == [weight for row in rows for weight in row["loss_weights"].tolist()]
+    assert ((batch["weighted_labels"] != IGNORED) == (batch["loss_weights"] > 0)).all()
