@@ -25,7 +25,7 @@ from write_up import WriteUp, run, tell
 from pipeline.packing.kernels import always_compile
 from pipeline.packing.packers import PACKERS, Bins, length_histogram, lower_bound
 from pipeline.packing.packers import _best_tree as best_tree
-from shards.order import ORDERS, StepOrder
+from shards.ordering.step_order import ORDERS, StepOrder
 
 PACKAGES = ("shardpack", "numpy", "numba", "trl", "seqpacker")
 PEER_LIMIT = 100_000  # most lengths for a packer written in Python: about 10 us each

@@ -1,7 +1,7 @@
 """Batches of a dataset in training order, ready before the step asks.
 
 One thread copies packs into a few reusable host buffers and asks the kernel for the rows to come; the caller's thread
-only starts the copy to the device. Which packs make a step comes from `shards.order` and does not depend on the number
+only starts the copy to the device. Which packs make a step comes from `shards.ordering.step_order` and does not depend on the number
 of processes; the state is a few integers, so any step of any epoch starts at once.
 """
 
@@ -19,8 +19,8 @@ import torch
 from shards import Dataset, PackError
 from shards.cost import PAD_MULTIPLE, attention_pairs, padded_length
 from shards.errors import OptionError
-from shards.order import BLOCK_ORDERS, StepOrder
 from shards.ordering.block_order import SHUFFLE_BLOCK_SHARDS, BlockOrder
+from shards.ordering.step_order import BLOCK_ORDERS, StepOrder
 from shards.tables.index import Index
 from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.rectangles import plan_rectangles

@@ -31,7 +31,7 @@ from pipeline.report.warnings import find_warnings
 from shards.counts import Counts
 from shards.errors import PackError, counted
 from shards.manifest import SourceTotals
-from shards.order import StepOrder
+from shards.ordering.step_order import StepOrder
 from shards.reader import Dataset
 from shards.tables.index import Index
 

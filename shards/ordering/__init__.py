@@ -1,1 +1,1 @@
-"""Orders of packs that need memory for the shards at hand only."""
+"""Which packs make which step, in what order.

@@ -13,8 +13,16 @@ import numpy as np
 from shards.cost import pack_costs
 from shards.counts import Counts
 from shards.errors import OptionError
-from shards.order import BLOCK_ORDERS, LAST_STEPS, MIX_BY, MIX_STOPS, balance, check_choices, straggler_factor
 from shards.ordering.blocks import PackSequence, ShardStream
+from shards.ordering.step_order import (
+    BLOCK_ORDERS,
+    LAST_STEPS,
+    MIX_BY,
+    MIX_STOPS,
+    balance,
+    check_choices,
+    straggler_factor,
+)
 from shards.tables.index import Index
 from shards.tables.shard_list import ShardList
 

@@ -16,7 +16,7 @@ import xxhash
 
 import shards.verification
 from shards import Dataset, PackError, verify
-from shards.order import StepOrder
+from shards.ordering.step_order import StepOrder
 from shards.plan import plan_id
 from shards.publish import canonical, seal
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shards.order import LAST_STEPS, ORDERS, StepOrder
+from shards.ordering.step_order import LAST_STEPS, ORDERS, StepOrder
 
 
 @given(

@@ -26,7 +26,7 @@ from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.streams import stream_windows
 from pipeline.tokens import Documents
 from shards import Dataset, PackError, verify
-from shards.order import StepOrder
+from shards.ordering.step_order import StepOrder
 from shards.schema import Layout
 from trainer import PackLoader
 

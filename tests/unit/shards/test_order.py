@@ -10,7 +10,7 @@ import pytest
 
 from shards.cost import pack_costs
 from shards.errors import PackError
-from shards.order import StepOrder, balance, straggler_factor
+from shards.ordering.step_order import StepOrder, balance, straggler_factor
 
 
 def index_of(num_packs=103, seed=0, tokens=None):

@@ -71,7 +71,7 @@ def test_attention_work_is_the_sum_over_segments(dataset):
 def test_the_straggler_factor_of_one_step_is_its_costliest_pack_over_the_mean(dataset):
     costs = [
         len(row["input_ids"]) + row["attention_pairs"] / 12288 for row in dataset
-    ]  # as shards/order.py weighs them
+    ]  # as shards/ordering/step_order.py weighs them
     eight, sixty_four, _ = inspect_dataset(dataset)["cost"]["straggler"]
     assert eight["ranks"] == len(costs) == 8
     assert eight["orders"]["shuffled"] == pytest.approx(max(costs) / mean(costs))
