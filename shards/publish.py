@@ -2,7 +2,7 @@
 
 All that a dataset holds is written under `_tmp/`, flushed, fsynced, renamed, and its directory fsynced, in that order;
 what a crash leaves behind is only ever an unread file in `_tmp/`. `Store` is the interface a build writes through; an
-object store (see `pipeline/building/stores.py`) has the same methods, since a finished upload is already atomic there.
+object store (see `shards/fetching/remote.py`) has the same methods, since a finished upload is already atomic there.
 All system calls go through `write`, `fsync` and `rename` below, so that tests can make any of them fail.
 """
 

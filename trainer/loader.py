@@ -1,8 +1,8 @@
 """Batches of a dataset in training order, ready before the step asks.
 
 One thread copies packs into a few reusable host buffers and asks the kernel for the rows to come; the caller's thread
-only starts the copy to the device. Which packs make a step comes from `shards.ordering.step_order` and does not depend on the number
-of processes; the state is a few integers, so any step of any epoch starts at once.
+only starts the copy to the device. Which packs make a step comes from `shards.ordering` and does not depend on the
+number of processes; the state is a few integers, so any step of any epoch starts at once.
 """
 
 from __future__ import annotations

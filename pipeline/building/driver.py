@@ -41,7 +41,6 @@ from pipeline.building.sidecars import (
     summarize_sidecars,
 )
 from pipeline.building.startup import SMALL_BYTES, EngineTrust, start_compiling
-from pipeline.building.stores import io_errors, open_store
 from pipeline.building.tasks import StreamTasks, all_tasks, first_tasks, planned_tasks
 from pipeline.building.window import Job, Task
 from pipeline.config import BuildConfig
@@ -55,6 +54,7 @@ from pipeline.sources.files import changed
 from pipeline.sources.reader import WindowReader
 from pipeline.sources.windows import Source, Window, cut_windows, enumerate_streams
 from shards.errors import PackError, counted
+from shards.fetching.remote import io_errors, open_store
 from shards.lock import Lock
 from shards.manifest import Manifest, commit
 from shards.plan import Plan, TokenizerPlan, make_plan, make_source, plan_id

@@ -18,12 +18,12 @@ from multiprocessing import forkserver
 from typing import Any
 
 from pipeline.building.stages import Stages
-from pipeline.building.stores import open_store
 from pipeline.building.window import Job, Task, run_window
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
 from shards.errors import PackError
+from shards.fetching.remote import open_store
 from shards.publish import Store
 
 TRIES = 3

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pipeline.building.sidecars import CommittedWindow
-from pipeline.sources.files import is_url, reaching
 from pipeline.sources.reader import WindowReader
 from pipeline.sources.windows import Slice, Source, is_streamed
+from shards.fetching.remote import is_url, reaching
 
 Marks = list[list[int]]
 

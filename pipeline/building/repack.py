@@ -19,7 +19,6 @@ from pipeline.building.output import Request, decide, finished_dataset, leftover
 from pipeline.building.progress import Progress
 from pipeline.building.sidecars import all_sidecars
 from pipeline.building.stages import Stages
-from pipeline.building.stores import io_errors, open_store
 from pipeline.config import RecordOptions, RepackConfig
 from pipeline.packing.accounting import Balance, cut_documents
 from pipeline.packing.packers import PACKERS, lower_bound
@@ -27,6 +26,7 @@ from pipeline.packing.rows import align_up, assemble_rows
 from pipeline.tokens import Documents
 from shards.counts import Counts, length_histogram
 from shards.errors import PackError, counted
+from shards.fetching.remote import io_errors, open_store
 from shards.lock import Lock
 from shards.manifest import Manifest, commit
 from shards.plan import Plan, plan_id

@@ -14,24 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config import RecordOptions
-from pipeline.sources.files import (
-    changed,
-    filesystem_of,
-    fingerprint,
-    hide_secrets,
-    is_lines,
-    is_url,
-    open_source,
-    reaching,
-    refuse_foreign,
-    size_of,
-)
+from pipeline.sources.files import changed, fingerprint, is_lines, open_source, refuse_foreign, size_of
 from pipeline.sources.hub import hub_files
 from pipeline.sources.local import LINKED, OUTPUT, PACKED, Walk, glob_root, has_magic, refuse_own
 from pipeline.sources.tables import arrow_units, parquet_units
 from pipeline.sources.token_files import is_megatron, open_tokens
 from pipeline.sources.windows import Source, SourceFile
 from shards.errors import SourceError
+from shards.fetching.remote import filesystem_of, hide_secrets, is_url, reaching
 
 SUFFIXES = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"},

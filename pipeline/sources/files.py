@@ -1,15 +1,13 @@
 """Corpus files as bytes: local paths and fsspec URLs, opened, measured, fingerprinted and sniffed the same way."""
 
 import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO
 
 import orjson
 import xxhash
 
-from shards.errors import PackError, SourceError, reason_of
+from shards.errors import SourceError
+from shards.fetching.remote import filesystem_of, is_url, reaching
 
 BATCH_BYTES = 4 << 20  # read and parsed at once
 MAX_RECORD_BYTES = 256 << 20  # what is larger has no end, or was packed to fill the memory
@@ -26,27 +24,6 @@ MARKS = (  # first bytes, name, way out
     (b"\x93NUMPY", "numpy", "Name it .npy, and see --help for token ids."),
 )
 ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "checksum")
-
-
-def is_url(location: str) -> bool:
-    """Whether a location belongs to fsspec."""
-    return "://" in location
-
-
-def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return the fsspec filesystem of a URL, and the path inside it.
-
-    Raises:
-        SourceError: What this kind of URL needs is not installed.
-    """
-    import fsspec
-
-    try:
-        filesystem, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        fault = hide_secrets(f"{url}: {error}")
-        raise SourceError(f"{fault}. Install what fsspec needs for this kind of URL.") from None
-    return filesystem, path
 
 
 def open_source(location: str) -> IO[bytes]:
@@ -103,28 +80,6 @@ def fingerprint(location: str) -> str:
     return f"{size}-{digest.hexdigest()}"
 
 
-@contextmanager
-def reaching(location: str, name: str | None = None) -> Iterator[None]:
-    """Turn what reading a place raises into a `SourceError`.
-
-    Clients of object stores raise classes of their own (no connection, no credentials), which no list can hold; that of
-    web servers raises ValueError where a server gives no parts of a file.
-    """
-    try:
-        yield
-    except PackError:
-        raise
-    except Exception as error:
-        foreign = isinstance(error, ValueError) or type(error).__module__ != "builtins"
-        if not isinstance(error, OSError) and not (is_url(location) and foreign):
-            raise
-        what = "URL, the network and the credentials" if is_url(location) else "path and its permissions"
-        reason = getattr(error, "strerror", None) or reason_of(error)
-        where = name or location
-        fault = hide_secrets(f"{where}: cannot be read ({reason})")
-        raise SourceError(f"{fault}. Check the {what}.") from None
-
-
 def changed(name: str) -> SourceError:
     """Return the error for a file that changed while it was read."""
     return SourceError(
@@ -146,12 +101,6 @@ def refuse_foreign(head: bytes, name: str) -> None:
     """Raise SourceError for a file that should be text and begins with the mark of something else."""
     if foreign := foreign_kind(head):
         raise SourceError(f"{name}: {foreign}")
-
-
-def hide_secrets(text: str) -> str:
-    """Return a text without what URLs in it carry to sign in: user and password, and queries of web addresses."""
-    text = re.sub(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", r"\1", text)
-    return re.sub(r"(\bhttps?://[^\s?#'\"]+)[?#][^\s'\")]*?(?=[:.,;]?(?:[\s'\")]|$))", r"\1", text)
 
 
 def is_lines(head: bytes) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
-from pipeline.sources.files import reaching
 from pipeline.sources.hub import saved_files
 from shards.errors import SourceError
+from shards.fetching.remote import reaching
 from shards.plan import FORMAT
 
 MAGIC = "*?["

@@ -18,15 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pipeline.sources.files import (
-    BATCH_BYTES,
-    MAX_RECORD_BYTES,
-    changed,
-    is_url,
-    open_source,
-    reaching,
-    too_long,
-)
+from pipeline.sources.files import BATCH_BYTES, MAX_RECORD_BYTES, changed, open_source, too_long
 from pipeline.sources.parsing import (
     BadRecord,
     Parser,
@@ -43,6 +35,7 @@ from pipeline.sources.tokenized import TokenTable, table_of_batch
 from pipeline.sources.values import canonical_json, column_values, rows_of
 from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError
+from shards.fetching.remote import is_url, reaching
 
 KEPT_CHARS, WINDOW_CHARS = 1 << 20, 16 << 20  # of one rejected record, and of all those of a window
 LINE_SEARCH_BYTES = 1 << 30  # where more would have to be read to count lines, a place is a byte offset

@@ -13,21 +13,14 @@ from typing import IO, Any, NamedTuple, Self
 
 import orjson
 
-from pipeline.sources.files import (
-    MAX_RECORD_BYTES,
-    foreign_kind,
-    is_lines,
-    open_source,
-    reaching,
-    refuse_foreign,
-    too_long,
-)
+from pipeline.sources.files import MAX_RECORD_BYTES, foreign_kind, is_lines, open_source, refuse_foreign, too_long
 from pipeline.sources.json_elements import json_elements
 from pipeline.sources.parsing import FAULT
 from pipeline.sources.tables import arrow_batches, few_rows, ipc_batches, reading_as, rows_at_once
 from pipeline.sources.values import rows_of
 from pipeline.sources.windows import Slice, Source, SourceFile
 from shards.errors import SourceError, counted
+from shards.fetching.remote import reaching
 
 CHUNK_BYTES = 1 << 20
 MAX_TABLE_BYTES = 1 << 30  # of a table that is held because it cannot be read from its place

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pipeline.config import RecordOptions
-from pipeline.sources.files import BATCH_BYTES, is_url, open_source
+from pipeline.sources.files import BATCH_BYTES, open_source
 from pipeline.sources.parsing import changes_meaning, fields_of, usual_flags
 from pipeline.sources.tokenized import token_fields
 from pipeline.sources.windows import Slice, SourceFile
 from shards.errors import SourceError, reason_of
+from shards.fetching.remote import is_url
 
 CONTINUES = b"\xff\xff\xff\xff"  # begins every message of an Arrow stream
 STREAM_END = CONTINUES + bytes(4)

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import RecordOptions
-from pipeline.sources.files import is_url, reaching
 from pipeline.sources.tokenized import Ragged
 from shards.errors import SourceError
+from shards.fetching.remote import is_url, reaching
 
 MAGIC = b"MMIDIDX\0\0"
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # Megatron's codes of integers

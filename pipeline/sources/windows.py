@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeline.config import MIB, RecordOptions
-from pipeline.sources.files import is_url
+from shards.fetching.remote import is_url
 from shards.plan import FilePlan
 
 

@@ -1,1 +1,1 @@
-"""Which packs make which step, in what order.
+"""Which packs make which step: orders over a whole dataset, and orders that know its shards."""

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline import BuildConfig, build
-from pipeline.building.stores import RemoteStore, open_store
 from pipeline.cli import main
 from shards import Dataset, PackError, verify
+from shards.fetching.remote import RemoteStore, open_store
 from shards.lock import Lock, LockedError
 
 BUCKET = "corpora"

@@ -137,7 +137,7 @@ def test_globs_match_as_a_shell_does(tmp_path, monkeypatch):
 
 
 def test_secrets_of_urls_are_neither_stored_nor_said():
-    from pipeline.sources.files import hide_secrets, reaching
+    from shards.fetching.remote import hide_secrets, reaching
 
     assert hide_secrets("https://b.s3.amazonaws.com/a.jsonl?X-Amz-Signature=abc&x=1") == (
         "https://b.s3.amazonaws.com/a.jsonl"

@@ -97,7 +97,7 @@ def test_an_object_store_is_read_by_range_and_identified_by_etag(monkeypatch, re
 
 
 def test_an_error_of_a_store_s_own_class_is_one_line():
-    from pipeline.sources.files import reaching
+    from shards.fetching.remote import reaching
 
     class NoCredentialsError(Exception):
         """As an object store's client defines its own."""

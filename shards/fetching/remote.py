@@ -1,4 +1,4 @@
-"""Where a dataset is published: a directory here, or an object store through fsspec.
+"""Files that lie elsewhere: URLs through fsspec, and the object store that a dataset is published to.
 
 An object store needs no rename: a finished upload is atomic, an unfinished one is invisible. So a window is written and
 hashed here, uploaded whole under its content's name, and only then its sidecar; the manifest goes last, and only if
@@ -10,18 +10,67 @@ import re
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from pipeline.sources.files import filesystem_of, is_url
-from shards.errors import PackError
+from shards.errors import PackError, SourceError, reason_of
 from shards.publish import STALE_S, LocalStore, Store
 
 SCRATCH = "shardpack-"
 OWN_SCRATCH = re.compile(rf"{SCRATCH}\d+-[0-9a-f]+-.+")  # what `RemoteStore.scratch` names files
+
+
+def is_url(location: str) -> bool:
+    """Whether a location belongs to fsspec."""
+    return "://" in location
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """Return the fsspec filesystem of a URL, and the path inside it.
+
+    Raises:
+        SourceError: What this kind of URL needs is not installed.
+    """
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        fault = hide_secrets(f"{url}: {error}")
+        raise SourceError(f"{fault}. Install what fsspec needs for this kind of URL.") from None
+    return filesystem, path
+
+
+@contextmanager
+def reaching(location: str, name: str | None = None) -> Iterator[None]:
+    """Turn what reading a place raises into a `SourceError`.
+
+    Clients of object stores raise classes of their own (no connection, no credentials), which no list can hold; that of
+    web servers raises ValueError where a server gives no parts of a file.
+    """
+    try:
+        yield
+    except PackError:
+        raise
+    except Exception as error:
+        foreign = isinstance(error, ValueError) or type(error).__module__ != "builtins"
+        if not isinstance(error, OSError) and not (is_url(location) and foreign):
+            raise
+        what = "URL, the network and the credentials" if is_url(location) else "path and its permissions"
+        reason = getattr(error, "strerror", None) or reason_of(error)
+        where = name or location
+        fault = hide_secrets(f"{where}: cannot be read ({reason})")
+        raise SourceError(f"{fault}. Check the {what}.") from None
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text without what URLs in it carry to sign in: user and password, and queries of web addresses."""
+    text = re.sub(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", r"\1", text)
+    return re.sub(r"(\bhttps?://[^\s?#'\"]+)[?#][^\s'\")]*?(?=[:.,;]?(?:[\s'\")]|$))", r"\1", text)
 
 
 def io_errors() -> tuple[type[Exception], ...]:
