@@ -18,9 +18,10 @@ import pyarrow as pa
 
 from shards.counts import empty_counts
 from shards.manifest import INDEX_FILE, Manifest, SourceSums
+from shards.metadata import read_shard_list
 from shards.plan import FORMAT, VERSION, make_plan, make_source, plan_id, stored_columns
 from shards.publish import LocalStore, canonical, seal
-from shards.reader import MAX_SIZES_CHECKED, read_shard_list
+from shards.reader import MAX_SIZES_CHECKED
 from shards.schema import layout_of
 from shards.tables.mapped import TableEntry, write_table
 from shards.tables.shard_list import SHARDS_FILE, SHARDS_SCHEMA, dataset_id

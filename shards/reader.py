@@ -7,7 +7,6 @@ back as numpy views on the map: no copy, no list. `pack` is the path of the trai
 dataset pickles as its path, so workers share the page cache instead of copies.
 """
 
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -15,24 +14,21 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from shards.errors import FormatError, PackError
-from shards.manifest import INDEX_FILE, Manifest
-from shards.plan import Plan, check_version, parse_plan, plan_id, size_problem, stored_columns
-from shards.publish import Store, unseal
-from shards.records import mismatch, uneven
+from shards.metadata import read_index, read_manifest, read_plan, read_shard_list
+from shards.plan import Plan
 from shards.rows import check_rows
-from shards.schema import Layout, loss_mask_of, make_layout, position_ids_of, shard_metadata
+from shards.schema import loss_mask_of, make_layout, position_ids_of, shard_metadata
 from shards.shard import ArrowBatch, Check, Shard, columns_of
 from shards.tables.index import Index
-from shards.tables.mapped import RESTORE, check_size, hash_file, map_table, view_table
-from shards.tables.shard_list import SHARDS_FILE, SHARDS_SCHEMA, ShardEntry, ShardList, SourceRun
+from shards.tables.mapped import RESTORE, check_size, hash_file
+from shards.tables.shard_list import ShardEntry, ShardList, SourceRun
 
 Row = dict[str, Any]
-HISTOGRAMS: tuple[Literal["lengths", "segment_lengths"], ...] = ("lengths", "segment_lengths")
 MAX_MAPS = 2048  # below the usual limits on maps and open files
 MAX_SIZES_CHECKED = 10_000  # shards of which the size is checked at opening: some 20 ms
 
@@ -50,104 +46,6 @@ class Pack(NamedTuple):
     "int32 (num_segments + 1,)"
     loss_weights: np.ndarray | None = None
     "float16 (num_tokens,), 0 where there is no target; None in a dataset without weights"
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read and check `manifest.json`.
-
-    Raises:
-        FormatError: There is none, it was changed, or another version wrote it.
-    """
-    file = path / "manifest.json"
-    try:
-        data = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        unfinished = (path / "plan.json").exists()
-        state = "holds an unfinished build" if unfinished else "is not a shardpack dataset"
-        advice = "Finish it with pack build … --resume." if unfinished else "Name a directory that pack build wrote."
-        raise FormatError(f"{path}: {state}; expected manifest.json (rule F1). {advice}", "F1") from error
-    return parse_manifest(data, str(file))
-
-
-def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Parse a `manifest.json` and check its seal, version and fields.
-
-    Raises:
-        FormatError: It was changed, or another version wrote it.
-    """
-    try:
-        check_version(json.loads(data), where)
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{where}: is not JSON (rule F1). {RESTORE}", "F1") from error
-    manifest = unseal(data, where, "F1")
-    wrong = mismatch(manifest, Manifest)
-    if wrong is None and not (manifest["shards"]["rows"] >= 0 and manifest["index"]["rows"] >= 0):
-        wrong = "it counts rows below 0"
-    if wrong is None:
-        wrong = size_problem(manifest["seq_len"], manifest["stored"]["align"], manifest["tokenizer"])
-    if wrong is None:
-        histograms = ((source, source[name], name) for source in manifest["sources"] for name in HISTOGRAMS)
-        found = (uneven(table, 3, f"{name} of source {source['name']!r}") for source, table, name in histograms)
-        wrong = next(filter(None, found), None)
-    if wrong:
-        raise FormatError(f"{where}: {wrong} (rule F1). {RESTORE}", "F1")
-    return cast("Manifest", manifest)
-
-
-def read_plan(path: Path, manifest: Manifest) -> Plan:
-    """Read the plan of a dataset, and check that it is the one that the manifest commits.
-
-    Raises:
-        FormatError: It is missing, damaged, or another one.
-    """
-    file = path / "plan.json"
-    try:
-        plan = parse_plan(file.read_bytes(), str(file))
-    except FileNotFoundError as error:
-        raise FormatError(f"{file}: is missing (rule F2). Restore it, or build again.", "F2") from error
-    if plan_id(plan) != manifest["plan_id"]:
-        raise FormatError(
-            f"{file}: is not the plan that the manifest names (rule F2). Restore it, or build again.", "F2"
-        )
-    told = (manifest["seq_len"], manifest["packer"], manifest["tokenizer"], manifest["stored"])
-    if told != (plan["seq_len"], plan["packer"]["name"], plan["tokenizer"], stored_columns(plan)):
-        raise FormatError(
-            f"{path / 'manifest.json'}: names seq_len {manifest['seq_len']}, packer {manifest['packer']!r}, columns or "
-            f"a tokenizer that are not the plan's (rule F1). {RESTORE}",
-            "F1",
-        )
-    return plan
-
-
-def read_shard_list(path: Path, manifest: Manifest) -> ShardList:
-    """Map the shard list of a dataset.
-
-    Raises:
-        FormatError: It is missing or damaged.
-    """
-    file = path / SHARDS_FILE
-    columns = map_table(file, SHARDS_SCHEMA, manifest["shards"], "F17")
-    return ShardList(columns, [source["name"] for source in manifest["sources"]], str(file))
-
-
-def list_shards(store: Store, manifest: Manifest) -> ShardList:
-    """Read the shard list of a dataset that lies in a store.
-
-    Raises:
-        FormatError: It is missing or damaged.
-    """
-    where = f"{store.location}/{SHARDS_FILE}"
-    columns = view_table(store.get(SHARDS_FILE) or b"", where, SHARDS_SCHEMA, manifest["shards"], "F17")
-    return ShardList(columns, [source["name"] for source in manifest["sources"]], where)
-
-
-def read_index(path: Path, manifest: Manifest, layout: Layout) -> Index:
-    """Map the index of a dataset.
-
-    Raises:
-        FormatError: It is missing or damaged.
-    """
-    return Index(**map_table(path / INDEX_FILE, layout.index_schema(), manifest["index"], "F13"))
 
 
 class Dataset:

@@ -15,9 +15,9 @@ import numpy as np
 from shards.counts import add_counts, empty_counts, imbalance
 from shards.errors import FormatError
 from shards.manifest import INDEX_FILE, Manifest, SourceSums, datasets_files, digest_files
+from shards.metadata import read_index, read_manifest, read_plan, read_shard_list
 from shards.plan import Plan
 from shards.publish import LocalStore, canonical
-from shards.reader import read_index, read_manifest, read_plan, read_shard_list
 from shards.rows import check_rows
 from shards.schema import layout_of, shard_metadata
 from shards.shard import Shard

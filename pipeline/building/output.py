@@ -22,9 +22,9 @@ from pipeline.sources.windows import Source
 from shards import lock
 from shards.errors import FormatError, PackError
 from shards.manifest import INDEX_FILE, Manifest, datasets_files
+from shards.metadata import list_shards, parse_manifest
 from shards.plan import FORMAT, Plan, differences, parse_plan, plan_id
 from shards.publish import TMP, Store, canonical
-from shards.reader import list_shards, parse_manifest
 from shards.sidecar import read_sidecar, sidecar_name
 from shards.tables.shard_list import SHARDS_FILE
 

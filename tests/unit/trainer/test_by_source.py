@@ -6,7 +6,7 @@ import torch
 
 from shards import Dataset, PackError
 from trainer import PackLoader, TrainConfig
-from trainer.loader import SourceNumbers
+from trainer.feed import SourceNumbers
 
 
 @pytest.fixture

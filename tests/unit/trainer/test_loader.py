@@ -14,7 +14,8 @@ import torch
 
 from shards import Dataset, PackError
 from shards.cost import padded_length
-from trainer.loader import PackLoader, feed, whole_dataset
+from trainer.feed import feed, whole_dataset
+from trainer.loader import PackLoader
 from trainer.model.loading import load_model
 
 
