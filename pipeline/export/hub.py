@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from pipeline.export.card import MARK, card_of
 from shards.errors import PackError, counted, reason_of
 from shards.manifest import INDEX_FILE
+from shards.metadata import parse_manifest
 from shards.publish import rename
-from shards.reader import Dataset, parse_manifest
+from shards.reader import Dataset
 from shards.sidecar import sidecar_name
 from shards.tables.shard_list import SHARDS_FILE
 from shards.verification import verify
