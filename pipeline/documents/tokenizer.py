@@ -27,6 +27,7 @@ JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 FILES = (JSON, CONFIG, "special_tokens_map.json", TEMPLATE)
+NAMED_TEMPLATES = "additional_chat_templates"
 MODEL = "config.json"
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -130,6 +131,7 @@ def read_files(name_or_dir: str) -> dict[str, bytes]:
         path = path.parent
     if path.is_dir():
         files = {name: (path / name).read_bytes() for name in (*FILES, MODEL) if (path / name).is_file()}
+        files = _with_named_templates(files, path, name_or_dir)
     elif path.exists() or path.is_absolute() or name_or_dir.startswith((".", "~")) or name_or_dir.count("/") > 1:
         raise TokenizerError(
             f"--tokenizer: no directory {name_or_dir!r}; expected one that holds tokenizer.json, or a hub name. "
@@ -141,6 +143,24 @@ def read_files(name_or_dir: str) -> dict[str, bytes]:
         return _with_eos(files, name_or_dir)
     _refuse_code(files, name_or_dir)
     return _convert(name_or_dir)
+
+
+def _with_named_templates(files: dict[str, bytes], path: Path, where: str) -> dict[str, bytes]:
+    """Name the templates of a folder of them in the configuration, so that no folder has to go with the dataset.
+
+    Both say the same to transformers: files of that folder beside a default, and a list of names and templates.
+    """
+    named = {file.stem: file.read_bytes() for file in sorted((path / NAMED_TEMPLATES).glob("*.jinja"))}
+    if not named:
+        return files
+    config = _config({CONFIG: files.get(CONFIG, b"{}")}, where)
+    templates = {
+        **_chat_templates(files, config),
+        **{name: text.decode("utf-8") for name, text in named.items()},
+    }
+    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    kept = {name: content for name, content in files.items() if name != TEMPLATE}
+    return kept | {CONFIG: orjson.dumps(config, option=orjson.OPT_INDENT_2)}
 
 
 def _with_eos(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
@@ -376,7 +396,7 @@ def _digest(tokenizer: Mapping[str, Any], known: Mapping[str, Any]) -> str:
 
 def _download(name: str) -> dict[str, bytes]:
     """Fetch the tokenizer files of a hub repository, from the cache where they are there."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     files = {}
@@ -391,7 +411,12 @@ def _download(name: str) -> dict[str, bytes]:
             continue
         except (OSError, ValueError) as error:  # transport errors are OSError, a wrong name is ValueError
             raise _unknown(name, error) from None
-    return files
+    try:
+        with quiet():
+            folder = snapshot_download(name, allow_patterns=f"{NAMED_TEMPLATES}/*.jinja")
+    except (OSError, ValueError):  # the files came from the cache, which holds no more
+        return files
+    return _with_named_templates(files, Path(folder), name)
 
 
 def _unknown(name: str, error: Exception) -> TokenizerError:

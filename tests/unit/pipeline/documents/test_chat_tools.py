@@ -11,6 +11,7 @@ from chats import ANSWERS, ASK, ASK_TEXT, CALL, REPLY, TEMPLATES, TOOL, USER, ba
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
+from pipeline.documents.tokenizer import load_spec
 from shards.errors import PackError, SourceError
 
 
@@ -111,3 +112,24 @@ class TestNamedTemplates:
     def test_templates_of_which_none_is_the_default_are_named(self, named):
         with pytest.raises(PackError, match="names the chat templates rag, tool_use, and none of them is the default"):
             make(named(rag="{{ messages }}", tool_use="{{ messages }}"), [{"messages": [ASK, REPLY]}])
+
+    def test_templates_in_files_of_their_own_are_those_of_the_configuration(self, tokenizer_dir, full, tmp_path):
+        """transformers saves several templates as chat_template.jinja and a folder of others."""
+        from transformers import AutoTokenizer
+
+        chatml, plain = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("chatml", "no_marks"))
+        saved = AutoTokenizer.from_pretrained(tokenizer_dir)
+        saved.chat_template = {"default": plain, "tool_use": chatml}
+        saved.save_pretrained(tmp_path / "saved")
+        assert (tmp_path / "saved" / "additional_chat_templates" / "tool_use.jinja").is_file()
+        spec, files = load_spec(str(tmp_path / "saved"))
+        assert (spec.chat_template, dict(spec.named_templates)) == (plain, {"tool_use": chatml})
+        record = {"messages": [ASK, REPLY], "tools": [TOOL]}
+        head = f"<|im_start|>system\nTools:\n{json.dumps(TOOL)}<|im_end|>\n"
+        assert (
+            make(Encoder(files), [record]).input_ids.tolist() == full.encode(f"{head}{ASK_TEXT}Paris.<|im_end|>\n").ids
+        )
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        again = AutoTokenizer.from_pretrained(tmp_path)
+        assert again.chat_template == saved.chat_template
