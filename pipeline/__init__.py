@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pipeline.documents.encoder import Encoder as Encoder
     from pipeline.estimate.advisor import estimate_corpus as estimate_corpus
     from pipeline.export.config import DatasetExportConfig as DatasetExportConfig
+    from pipeline.export.hub import pull as pull
+    from pipeline.export.hub import push as push
     from pipeline.export.run import ExportResult as ExportResult
     from pipeline.export.run import export_dataset as export_dataset
     from pipeline.packing.packers import PACKERS as PACKERS
@@ -37,12 +39,14 @@ _HOMES = {
     "export_dataset": "pipeline.export.run",
     "inspect": "pipeline.report.inspection",
     "pack": "pipeline.packing.packers",
+    "pull": "pipeline.export.hub",
+    "push": "pipeline.export.hub",
     "repack": "pipeline.building.repack",
 }
 __all__ = [
     "PACKERS", "Bins", "BuildConfig", "BuildResult", "DatasetExportConfig", "Encoder", "ExportResult", "Progress",
     "RecordOptions", "RepackConfig", "__version__", "build", "estimate_corpus", "export_dataset", "inspect", "pack",
-    "repack",
+    "pull", "push", "repack",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -29,7 +30,10 @@ def export(as_json: bool, progress: bool | None, **flags: Any) -> None:
       pack export data/corpus --to megatron --out data/megatron
       pack export data/chats --to parquet --out data/parquet
     """
-    config = DatasetExportConfig(**given(flags))
+    chosen = given(flags)
+    if "out" in chosen:
+        chosen["out"] = os.path.expanduser(chosen["out"])  # noqa: PTH111  # a shell leaves --out=~/data
+    config = DatasetExportConfig(**chosen)
     from pipeline.building.progress import RichProgress
     from pipeline.export.run import export_dataset
 

@@ -24,5 +24,16 @@ class DatasetExportConfig:
     def __post_init__(self) -> None:
         set_path(self, "dataset", "out")
         check_choices(self)
-        if not self.out:
-            raise PackError("`out`: is an empty string; expected a directory. Is a shell variable unset?")
+        check_directory(str(self.out))
+
+
+def check_directory(out: str) -> None:
+    """Refuse a place that is no directory of this machine.
+
+    Raises:
+        PackError: It is empty, or a URL.
+    """
+    if not out:
+        raise PackError("`out`: is an empty string; expected a directory. Is a shell variable unset?")
+    if "://" in out:
+        raise PackError(f"`out`: {out} is a URL; expected a directory on this machine. Copy from there.")

@@ -5,6 +5,7 @@ again. A pull goes into `<out>.partial`, is checked byte by byte against the man
 interrupted one goes on where it stopped.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.export.card import MARK, card_of
+from pipeline.export.config import check_directory
 from shards.errors import PackError, counted, reason_of
 from shards.manifest import INDEX_FILE
 from shards.metadata import parse_manifest
@@ -121,7 +123,8 @@ def pull(url: str, out: str | Path) -> Transfer:
     from huggingface_hub import HfApi
 
     repo, revision = parse_address(url)
-    out = Path(out)
+    check_directory(str(out))
+    out = Path(os.path.abspath(out))  # noqa: PTH100  # "." has no name
     if out.exists():
         raise PackError(f"`out`: {out} is there already; expected a new directory. Choose another.")
     beside = out.with_name(out.name + ".partial")

@@ -4,6 +4,7 @@ Everything is written in a directory beside `out`, named `<out>.partial`, which 
 add a format, write a function and enter it in `FORMATS`.
 """
 
+import os
 import shutil
 from dataclasses import dataclass
 from importlib import import_module
@@ -71,7 +72,7 @@ def export_dataset(config: DatasetExportConfig, progress: Progress | None = None
     Raises:
         PackError: The format cannot say what the dataset holds, its library is missing, or `out` is taken.
     """
-    dataset, out = Dataset(config.dataset), Path(config.out)
+    dataset, out = Dataset(config.dataset), Path(os.path.abspath(config.out))  # noqa: PTH100  # "." has no name
     _check_fit(dataset, config)
     try:
         return _write_beside(dataset, out, config, progress or Progress())

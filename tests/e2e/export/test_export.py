@@ -334,6 +334,23 @@ def test_a_place_that_is_taken_is_refused(make, tmp_path):
     assert export(dataset, "parquet", tmp_path / "new", overwrite=True).is_dir()
 
 
+@pytest.mark.parametrize("out", [".", "~/export", "nested/deep/export"])
+def test_a_place_is_named_as_people_do(make, tmp_path, monkeypatch, out):
+    dataset, here = make(), tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    shown = CliRunner().invoke(main, ["export", str(dataset.path), "--to", "jsonl", f"--out={out}"])
+    assert shown.exit_code == 0, shown.output
+    expected = {".": here, "~/export": tmp_path / "home" / "export"}.get(out, here / "nested" / "deep" / "export")
+    assert (expected / "web.jsonl").is_file()
+
+
+def test_a_url_is_no_place_to_write(make):
+    with pytest.raises(PackError, match="s3://bucket/x is a URL; expected a directory on this machine"):
+        export(make(), "jsonl", "s3://bucket/x")
+
+
 def test_the_command_says_what_it_wrote(make, tmp_path):
     dataset = make()
     arguments = ["export", str(dataset.path), "--to", "jsonl", "--out", str(tmp_path / "out")]
