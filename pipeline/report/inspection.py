@@ -14,9 +14,9 @@ from pipeline.report.html import Page, write_page
 from pipeline.report.pages import comparison_page, dataset_page
 from pipeline.report.records import DatasetReport
 from pipeline.report.rows import row_statistics
-from pipeline.report.runs import is_run, read_run, runs_page, runs_table, summarize_run
+from pipeline.report.runs import is_run, parts_tables, read_run, runs_page, runs_table, summarize_run
 from pipeline.report.show import Decoder, decode_pack
-from pipeline.report.terminal import comparison_view, dataset_view, make_table
+from pipeline.report.terminal import comparison_view, dataset_view, join_with_blank_lines, make_table
 from shards.errors import PackError
 from shards.reader import Dataset
 
@@ -58,8 +58,8 @@ class Inspection:
     def view(self) -> RenderableType:
         """Return what the terminal shows."""
         if self.runs:
-            runs = runs_table(self.runs)
-            return make_table(runs.columns, runs.rows, "Training runs")
+            tables = [runs_table(self.runs), *parts_tables(self.runs)]
+            return join_with_blank_lines([make_table(t.columns, t.rows, t.title or "Training runs") for t in tables])
         return dataset_view(self.reports[0]) if len(self.reports) == 1 else comparison_view(self.reports)
 
     def write_page(self, file: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
@@ -24,6 +25,10 @@ CURVES = (
     ("grad_norm", "Gradient norm", ""),
     ("lr", "Learning rate", ""),
 )
+
+# figures of parts, drawn together below: prefix of the fields, caption; the part is a source or an evaluation dataset
+FAMILIES = (("loss/", "Training loss by source"), ("eval_loss/", "Evaluation loss by dataset"))
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")  # one a run, where a colour is one part
 
 AXES = {
     **{name: {"tickformat": ".1%", "rangemode": "tozero"} for name in ("mfu", "data_wait")},
@@ -108,6 +113,12 @@ def summarize_run(run: Run) -> dict[str, Any]:
         "lowest_eval_loss": min(values["eval_loss"], default=None),
         **{name: median_high(values[name]) if values[name] else None for name in medians},
         "memory_gib": max(values["memory_gib"], default=None),
+        **{
+            field: {
+                part: points[-1][1] for part in _parts([run], prefix) if (points := figure_points(run, prefix + part))
+            }
+            for field, prefix in (("last_loss_by_source", "loss/"), ("last_eval_loss_by_dataset", "eval_loss/"))
+        },
     }
 
 
@@ -137,12 +148,48 @@ def runs_page(runs: list[Run]) -> Page:
         if traces:
             axis = AXES.get(name, {})
             plots.append(make_plot(caption, traces, x="step", y=unit, yaxis=axis, showlegend=len(runs) > 1))
+    plots += [plot for prefix, caption in FAMILIES if (plot := _parts_plot(runs, prefix, caption))]
     first = summarize_run(runs[0])
     cards = (
         [{"value": f"{first['last_loss']:.4f}", "label": "last loss"}] if len(runs) == 1 and first["last_loss"] else []
     )
     title = runs[0].path if len(runs) == 1 else f"{len(runs)} training runs"
     subtitle = f"{counted(first['steps'], 'step')}" if len(runs) == 1 else ", ".join(run.path for run in runs)
-    return Page(
-        title, subtitle, cards, [], [Section("Curves", plots=plots), Section("Summary", tables=[runs_table(runs)])]
-    )
+    tables = [runs_table(runs), *parts_tables(runs)]
+    return Page(title, subtitle, cards, [], [Section("Curves", plots=plots), Section("Summary", tables=tables)])
+
+
+def _parts(runs: list[Run], prefix: str) -> list[str]:
+    """Return the names that follow a prefix in the fields of any run, in the order in which they appear."""
+    keys = dict.fromkeys(key for run in runs for record in run.lines for key in record if key.startswith(prefix))
+    return [key.removeprefix(prefix) for key in keys]
+
+
+def _parts_plot(runs: list[Run], prefix: str, caption: str) -> Plot | None:
+    """Return one line for each part of each run, a colour a part; None where no run has parts."""
+    traces = []
+    for k, part in enumerate(_parts(runs, prefix)):
+        for run, dash in zip(runs, cycle(DASHES), strict=False):
+            steps, values = curve_points(run, prefix + part)
+            if steps:
+                name = part if len(runs) == 1 else f"{part}, {run.path}"
+                line = {"color": COLOURS[k % len(COLOURS)], "dash": dash}
+                mode = "lines+markers" if prefix == "eval_loss/" else "lines"
+                traces.append(line_trace(steps, values, name=name, mode=mode, line=line))
+    return make_plot(caption, traces, x="step", y="nats a target", showlegend=True) if traces else None
+
+
+def parts_tables(runs: list[Run]) -> list[Table]:
+    """Return the first and the last loss of every part of every run; a table for sources, one for evaluation sets."""
+    tables = []
+    for prefix, caption in FAMILIES:
+        rows = []
+        for part in _parts(runs, prefix):
+            for run in runs:
+                if values := [value for _, value in figure_points(run, prefix + part)]:
+                    where = [part] if len(runs) == 1 else [part, run.path]
+                    rows.append([*where, f"{values[0]:.4f}", f"{values[-1]:.4f}"])
+        if rows:
+            where = ["name"] if len(runs) == 1 else ["name", "run"]
+            tables.append(Table([*where, "first loss", "last loss"], rows, title=caption))
+    return tables
