@@ -27,6 +27,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         data = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
+        if not path.exists():
+            fault = "no such directory; expected a dataset (rule F1). Name a directory that pack build wrote."
+            raise FormatError(f"{path}: {fault}", "F1") from error
         unfinished = (path / "plan.json").exists()
         state = "holds an unfinished build" if unfinished else "is not a shardpack dataset"
         advice = "Finish it with pack build … --resume." if unfinished else "Name a directory that pack build wrote."

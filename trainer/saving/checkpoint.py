@@ -126,7 +126,9 @@ class Checkpoints:
             path = self.root
         if path.name not in steps:
             wanted = "best checkpoint" if best else f"checkpoint of step {step}" if step is not None else "checkpoint"
-            there = ", ".join(name.removeprefix("step-").lstrip("0") for name in steps) or "none"
+            if not steps:
+                raise PackError(f"{self.root}: holds no checkpoint; expected a run that saved one. Name its directory.")
+            there = ", ".join(name.removeprefix("step-").lstrip("0") for name in steps)
             raise PackError(f"{self.root}: no {wanted}; expected one of steps {there}. Choose one of these.")
         if not self._is_intact(path):
             raise PackError(f"{path}: is damaged; expected an intact checkpoint. Choose another.")

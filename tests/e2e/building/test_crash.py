@@ -71,7 +71,7 @@ def check_published(out: Path) -> int:
         report = verify(out)
         assert report.ok, report.problems
     else:
-        with pytest.raises(PackError, match=r"unfinished build|not a shardpack dataset"):
+        with pytest.raises(PackError, match=r"unfinished build|not a shardpack dataset|no such directory"):
             Dataset(out)
     return len(sidecars)
 

@@ -190,6 +190,15 @@ def test_a_directory_without_a_dataset_is_one_line(tmp_path):
     ]
 
 
+def test_a_path_that_is_not_there_is_called_that(tmp_path):
+    code, stderr = run_verify(tmp_path / "corpsu")
+    assert code == 1
+    assert stderr.strip().splitlines() == [
+        f"{tmp_path / 'corpsu'}: no such directory; expected a dataset (rule F1). "
+        "Name a directory that pack build wrote."
+    ]
+
+
 def test_an_id_beyond_a_models_vocabulary_is_named_with_its_document(intact):
     largest = max(int(row["input_ids"].max()) for row in Dataset(intact))
     assert verify(intact, vocab_size=largest + 1).ok

@@ -64,6 +64,11 @@ def test_a_checkpoint_that_is_not_there_is_refused(finished, fields, message):
         export_model(ExportConfig(run=finished[0], **fields))
 
 
+def test_a_run_that_is_missing_or_has_saved_nothing_is_refused(tmp_path):
+    with pytest.raises(PackError, match=r"checkpoints: holds no checkpoint; expected a run that saved one\."):
+        export_model(ExportConfig(run=tmp_path / "no-such-run"))
+
+
 def test_a_model_that_is_there_is_not_written_over(finished):
     run, _ = finished
     export_model(ExportConfig(run=run))
