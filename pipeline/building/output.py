@@ -17,7 +17,7 @@ import xxhash
 
 from pipeline.building.sidecars import CommittedWindow, committed_window
 from pipeline.config import BuildConfig
-from pipeline.documents.tokenizer import FILES
+from pipeline.documents.tokenizer_files import FILES
 from pipeline.sources.windows import Source
 from shards import lock
 from shards.errors import FormatError, PackError

@@ -26,7 +26,8 @@ from pipeline.documents.engines import (
     reference_is_fast,
     single_threaded,
 )
-from pipeline.documents.tokenizer import TokenizerImage, image_of, read_files, spec_from_files
+from pipeline.documents.tokenizer import TokenizerImage, image_of, spec_from_files
+from pipeline.documents.tokenizer_files import read_files
 from shards.errors import TokenizerError, reason_of
 
 FIRST_BYTES = 1 << 16  # of the first documents, compared before the running sample begins

@@ -25,7 +25,8 @@ from pipeline.documents.masked_encoding import ChunkEncoder, encode_renderings
 from pipeline.documents.messages import Conversation, Weight, chat_conversation, instruction, lookup, used_fields
 from pipeline.documents.token_weights import check_number, text_weights
 from pipeline.documents.tokenized import tokenized_documents, with_eos
-from pipeline.documents.tokenizer import CONFIG, TEMPLATE, TokenizerSpec
+from pipeline.documents.tokenizer import TokenizerSpec
+from pipeline.documents.tokenizer_files import CONFIG, TEMPLATE
 from pipeline.documents.unread_fields import UnreadFields
 from pipeline.documents.weights import record_weight, role_weights, with_record_weights
 from pipeline.sources.reader import RecordBatch

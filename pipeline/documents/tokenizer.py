@@ -1,34 +1,34 @@
 """What a tokenizer is, read from its files alone.
 
 `tokenizer.json` is parsed as JSON, not loaded: the driver of a build needs ids and a digest, not an encoder (0.2 s
-against 1 s). `transformers` is imported only where there is no `tokenizer.json` to read. The digest covers what changes
-ids: the canonical `tokenizer.json`, the special ids and the chat template; not padding, truncation, names or limits.
+against 1 s). The digest covers what changes ids: the canonical `tokenizer.json`, the special ids and the chat template;
+not padding, truncation, names or limits.
 
 Control tokens are the added tokens that are flagged special or look like marks (`<tool_call>`, `[INST]`). All others
 are text: words that somebody added, white space (layout, as in Gemma), single bytes. `plain_json` derives the tokenizer
-that cannot emit a control token, whatever the text says. Code that a tokenizer brings along is never run.
+that cannot emit a control token, whatever the text says.
 """
 
 import hashlib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import orjson
 
-from shards.errors import TokenizerError, reason_of
+from pipeline.documents.tokenizer_files import (
+    CONFIG,
+    JSON,
+    chat_templates,
+    configuration,
+    parse,
+    read_files,
+    vocabulary,
+)
+from shards.errors import TokenizerError
 from shards.plan import TokenizerPlan
-from shards.quiet import quiet
 
-JSON = "tokenizer.json"
-CONFIG = "tokenizer_config.json"
-TEMPLATE = "chat_template.jinja"
-FILES = (JSON, CONFIG, "special_tokens_map.json", TEMPLATE)
-NAMED_TEMPLATES = "additional_chat_templates"
-MODEL = "config.json"
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 MARK = re.compile(r"[<\[{(|｜].*[>\]})|｜]", re.DOTALL)
@@ -120,72 +120,13 @@ def load_spec(name_or_dir: str) -> tuple[TokenizerSpec, dict[str, bytes]]:
     return spec_from_files(files, name_or_dir), files
 
 
-def read_files(name_or_dir: str) -> dict[str, bytes]:
-    """Read the tokenizer files of a directory or a hub repository (name -> content).
-
-    Raises:
-        TokenizerError: Nothing there can be read as a tokenizer.
-    """
-    path = Path(name_or_dir).expanduser()
-    if path.name == JSON and path.is_file():
-        path = path.parent
-    if path.is_dir():
-        files = {name: (path / name).read_bytes() for name in (*FILES, MODEL) if (path / name).is_file()}
-        files = _with_named_templates(files, path, name_or_dir)
-    elif path.exists() or path.is_absolute() or name_or_dir.startswith((".", "~")) or name_or_dir.count("/") > 1:
-        raise TokenizerError(
-            f"--tokenizer: no directory {name_or_dir!r}; expected one that holds tokenizer.json, or a hub name. "
-            "Check the path."
-        )
-    else:
-        files = _download(name_or_dir)
-    if JSON in files:
-        return _with_eos(files, name_or_dir)
-    _refuse_code(files, name_or_dir)
-    return _convert(name_or_dir)
-
-
-def _with_named_templates(files: dict[str, bytes], path: Path, where: str) -> dict[str, bytes]:
-    """Name the templates of a folder of them in the configuration, so that no folder has to go with the dataset.
-
-    Both say the same to transformers: files of that folder beside a default, and a list of names and templates.
-    """
-    named = {file.stem: file.read_bytes() for file in sorted((path / NAMED_TEMPLATES).glob("*.jinja"))}
-    if not named:
-        return files
-    config = _config({CONFIG: files.get(CONFIG, b"{}")}, where)
-    templates = {
-        **_chat_templates(files, config),
-        **{name: text.decode("utf-8") for name, text in named.items()},
-    }
-    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    kept = {name: content for name, content in files.items() if name != TEMPLATE}
-    return kept | {CONFIG: orjson.dumps(config, option=orjson.OPT_INDENT_2)}
-
-
-def _with_eos(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
-    """Leave out the model's configuration, but for the EOS that it alone may name (as in GPT-2's repository)."""
-    kept = {name: content for name, content in files.items() if name != MODEL}
-    config = _config(kept, where)
-    if MODEL not in files or "eos_token" in config:
-        return kept
-    try:
-        named = orjson.loads(files[MODEL]).get("eos_token_id")
-    except (orjson.JSONDecodeError, AttributeError):
-        return kept
-    wanted = named[0] if isinstance(named, list) and named else named
-    ids = vocabulary(parse(kept[JSON], f"{where}/{JSON}"))
-    texts = [text for text, index in ids.items() if index == wanted and wanted is not None]
-    return kept | ({CONFIG: orjson.dumps({**config, "eos_token": texts[0]})} if texts else {})
-
-
 def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> TokenizerSpec:
     """Derive the spec from tokenizer files (name -> content).
 
     Raises:
         TokenizerError: A file is not JSON, or misses what every tokenizer has.
     """
-    tokenizer, config = parse(files.get(JSON), f"{where}/{JSON}"), _config(files, where)
+    tokenizer, config = parse(files.get(JSON), f"{where}/{JSON}"), configuration(files, where)
     ids = vocabulary(tokenizer)
     special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name)))}
 
@@ -203,7 +144,7 @@ def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> Tok
         prefix = (bos_id,) if config["add_bos_token"] and bos_id is not None else ()
     if "add_eos_token" in config:
         suffix = (eos_id,) if config["add_eos_token"] and eos_id is not None else ()
-    templates = _chat_templates(files, config)
+    templates = chat_templates(files, config)
     template = templates.pop("default", None)
     known: dict[str, Any] = {"bos_id": bos_id, "eos_id": eos_id, "pad_id": id_of("pad_token")}
     known |= {"prefix_ids": prefix, "suffix_ids": suffix}
@@ -222,32 +163,6 @@ def spec_from_files(files: Mapping[str, bytes], where: str = "tokenizer") -> Tok
         named_templates=templates,
         **known,
     )
-
-
-@lru_cache(maxsize=1)
-def parse(content: bytes | None, where: str) -> dict[str, Any]:
-    """Parse a tokenizer.json, not to be changed: the last one is kept until an image is made of it.
-
-    Raises:
-        TokenizerError: It is missing, not JSON, or holds no model.
-    """
-    try:
-        tokenizer: dict[str, Any] = orjson.loads(content or b"")
-    except orjson.JSONDecodeError as error:
-        raise TokenizerError(f"{where}: not JSON ({error}); expected a tokenizer. Fetch the file again.") from None
-    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
-    if not isinstance(model, dict) or not model.get("vocab"):
-        raise TokenizerError(f"{where}: no model with a vocabulary in it; expected a tokenizer. Fetch the file again.")
-    return tokenizer
-
-
-def vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return text -> id of the model and of the added tokens together."""
-    vocab = tokenizer["model"]["vocab"]
-    ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
-    for token in tokenizer.get("added_tokens") or ():
-        ids[token["content"]] = token["id"]
-    return ids
 
 
 def control_tokens(tokenizer: Mapping[str, Any], named: Collection[str] = ()) -> dict[str, int]:
@@ -342,27 +257,6 @@ def _token_text(value: Any) -> str | None:
     return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
 
 
-def _config(files: Mapping[str, bytes], where: str) -> dict[str, Any]:
-    """Merge special_tokens_map.json (older) and tokenizer_config.json (wins)."""
-    merged: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", CONFIG):
-        try:
-            merged |= orjson.loads(files.get(name, b"{}"))
-        except (orjson.JSONDecodeError, TypeError) as error:
-            raise TokenizerError(f"{where}/{name}: not a JSON object ({error}). Fetch the file again.") from None
-    return merged
-
-
-def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
-    """Find the chat templates by name: its own file is the default; the configuration may have several."""
-    if TEMPLATE in files:
-        return {"default": files[TEMPLATE].decode("utf-8")}
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return {} if template is None else {"default": template}
-
-
 def _template_ids(processor: Any, ids: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Read what a post-processor puts before and after a single text."""
     match processor:
@@ -392,76 +286,3 @@ def _digest(tokenizer: Mapping[str, Any], known: Mapping[str, Any]) -> str:
     added = sorted(tokenizer.get("added_tokens") or (), key=lambda token: token["id"])
     content = {"model": model, **kept, "added_tokens": added, **known}
     return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def _download(name: str) -> dict[str, bytes]:
-    """Fetch the tokenizer files of a hub repository, from the cache where they are there."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    files = {}
-    for file in (*FILES, MODEL):
-        try:
-            with quiet():
-                files[file] = Path(hf_hub_download(name, file)).read_bytes()
-        except LocalEntryNotFoundError as error:  # no network and not in the cache
-            if file == JSON:
-                raise _unknown(name, error) from None
-        except EntryNotFoundError:  # the repository has no such file
-            continue
-        except (OSError, ValueError) as error:  # transport errors are OSError, a wrong name is ValueError
-            raise _unknown(name, error) from None
-    try:
-        with quiet():
-            folder = snapshot_download(name, allow_patterns=f"{NAMED_TEMPLATES}/*.jinja")
-    except (OSError, ValueError):  # the files came from the cache, which holds no more
-        return files
-    return _with_named_templates(files, Path(folder), name)
-
-
-def _unknown(name: str, error: Exception) -> TokenizerError:
-    reason = reason_of(error)
-    return TokenizerError(
-        f"--tokenizer: {name!r} is no directory here, and the hub gave no tokenizer of that name ({reason}). "
-        "Check the name and the network, or give a directory."
-    )
-
-
-def _refuse_code(files: Mapping[str, bytes], name: str) -> None:
-    """Refuse a tokenizer that is a program; transformers would offer to run it, and ask on the terminal."""
-    for file in (CONFIG, MODEL):
-        try:
-            code = orjson.loads(files.get(file, b"{}")).get("auto_map")
-        except (orjson.JSONDecodeError, AttributeError):
-            continue
-        if code and (file == CONFIG or "AutoTokenizer" in code):
-            raise TokenizerError(
-                f"--tokenizer: {name!r} brings code of its own (auto_map in {file}) and no tokenizer.json; code from a "
-                "tokenizer is never run here. Convert it to a tokenizer.json first."
-            )
-
-
-def _convert(name: str) -> dict[str, bytes]:
-    """Let transformers turn a tokenizer without tokenizer.json (sentencepiece, tiktoken) into one that has it."""
-    import tempfile
-
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = reason_of(error)
-        raise TokenizerError(
-            f"--tokenizer: {name!r} holds no tokenizer.json, and transformers cannot convert what it holds ({reason}). "
-            "Save the tokenizer with save_pretrained first."
-        ) from None
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer.save_pretrained(directory)
-        files = {file: (Path(directory) / file).read_bytes() for file in FILES if (Path(directory) / file).is_file()}
-    if JSON not in files:
-        raise TokenizerError(
-            f"--tokenizer: {name!r} is a Python-only tokenizer ({type(tokenizer).__name__}); expected one that has a "
-            "tokenizer.json. Convert it with tokenizers first."
-        )
-    return files

@@ -15,3 +15,9 @@ def encoder(tokenizer_dir: str) -> Encoder:
 def full(tokenizer_dir: str) -> Tokenizer:
     """The tokenizer as users have it: control text becomes control tokens, offsets count characters."""
     return Tokenizer.from_file(f"{tokenizer_dir}/tokenizer.json")
+
+
+@pytest.fixture(params=["tokenizer_dir", "other_tokenizer_dir", "bos_tokenizer_dir", "unigram_tokenizer_dir"])
+def any_dir(request: pytest.FixtureRequest) -> str:
+    """One tokenizer after another: two vocabularies of BPE, one that adds BOS, and Unigram."""
+    return str(request.getfixturevalue(request.param))
