@@ -1,8 +1,8 @@
 """What a build is asked to do.
 
 `RecordOptions` says how one source's records become documents; `BuildConfig` says everything else. Fields that change
-the bytes of the result go into the plan (see `building/driver.py`); workers, engines and paths do not. The text beside
-a type is the help of the field's flag.
+the bytes of the result go into the plan (see `building/planning.py`); workers, engines and paths do not. The text
+beside a type is the help of the field's flag.
 """
 
 import re

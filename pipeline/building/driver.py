@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from pipeline.building.engines import ENGINES, start_server
+from pipeline.building.engines import ENGINES
 from pipeline.building.inputs import changed_windows
 from pipeline.building.output import (
     OutputState,
@@ -30,6 +30,7 @@ from pipeline.building.output import (
     read_output,
     reads_stdin,
 )
+from pipeline.building.planning import make_job
 from pipeline.building.progress import Progress
 from pipeline.building.sidecars import (
     CommittedWindow,
@@ -46,22 +47,17 @@ from pipeline.building.window import Job, Task
 from pipeline.config import BuildConfig
 from pipeline.documents.encoder import Encoder, EngineChoice
 from pipeline.documents.engines import REFERENCE
-from pipeline.documents.make import DocumentMaker, check_options, with_trained_template
-from pipeline.documents.tokenizer import image_of, load_spec, spec_from_files
-from pipeline.packing.packers import PACKERS
-from pipeline.sources.discovery import check_unchanged, resolve_sources
+from pipeline.documents.make import DocumentMaker
+from pipeline.sources.discovery import check_unchanged
 from pipeline.sources.files import changed
 from pipeline.sources.reader import WindowReader
-from pipeline.sources.windows import Source, Window, cut_windows, enumerate_streams
 from shards.errors import PackError, counted
 from shards.fetching.remote import io_errors, open_store
 from shards.lock import Lock
 from shards.manifest import Manifest, commit
-from shards.plan import Plan, TokenizerPlan, make_plan, make_source, plan_id
 from shards.publish import Store
 from shards.schema import layout_of
 
-ALGORITHM_VERSION = 2  # raise it when the same plan would give other bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FIRST_RECORDS = 64  # of each source, tried before an older dataset is removed
 
@@ -94,7 +90,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     """
     progress = progress or Progress()
     begin = time.time()
-    job = _make_job(config, progress)
+    job = make_job(config, progress)
     store = open_store(job.out)
     try:
         with Lock(store, job.plan_id, alone=config.overwrite, on_message=progress.on_message) as lock:
@@ -122,80 +118,6 @@ def explain_failure(error: Exception, out: str) -> PackError:
     return PackError(
         f"{out}: {what} ({reason}); the windows that are done are kept. "
         f"{remedy}, then run the same command with `resume=True`."
-    )
-
-
-def _make_job(config: BuildConfig, progress: Progress) -> Job:
-    """Check all that can be checked without reading a record, and make the plan."""
-    _refuse_idle_policy(config)
-    exclude = (str(config.out),)
-    sources = resolve_sources(config.source_arguments, config.records, config.source_records, exclude=exclude)
-    for source in sources:
-        if source.skipped:
-            kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(source.skipped.items()))
-            progress.on_message(f"source {source.name!r}: files left out: {kinds}")
-        for note in source.notes:
-            progress.on_message(f"source {source.name!r}: {note}")
-    streamed = enumerate_streams(sources)
-    if (config.windows or config.finalize) and streamed:
-        name = sources[streamed[0][0]].files[streamed[0][1]].name
-        raise PackError(
-            f"`windows`, `finalize`: {name} cannot be cut unread; expected plain files. "
-            "Decompress it, or convert it to JSONL or Parquet first."
-        )
-    windows, part_bytes = cut_windows(sources, config.window_bytes)
-    if config.engine == "local" and config.workers > 1 and (streamed or len(windows) > 1):
-        start_server()
-    spec, files = load_spec(str(config.tokenizer))
-    for source in sources:
-        check_options(source.options, spec)
-    trained = with_trained_template(files, [source.options for source in sources])
-    if trained is not files:
-        spec, files = spec_from_files(trained, str(config.tokenizer)), trained
-    if spec.dropout:
-        progress.on_message(
-            f"tokenizer: its BPE dropout of {spec.dropout:g} is switched off: a text always gives the same ids"
-        )
-    plan = plan_of(config, sources, spec.as_plan(), windows, part_bytes)
-    specials = {source.options.parse_special for source in sources}
-    images = {special: image_of(files, spec, str(config.tokenizer), parse_special=special) for special in specials}
-    return Job(plan, plan_id(plan), sources, str(config.out), files, images, EngineChoice(), config.on_error)
-
-
-def _refuse_idle_policy(config: BuildConfig) -> None:
-    """Refuse a policy for over-long documents beside a packer that has its own."""
-    if PACKERS[config.packer].cut_policy is None:
-        return
-    for options in (config.records, *config.source_records.values()):
-        if options.overlong not in ("auto", "split"):
-            raise PackError(
-                f'`overlong="{options.overlong}"`: `packer="{config.packer}"` cuts every document where a row is full; '
-                "expected auto or split. Omit `overlong`, or choose another `packer`."
-            )
-
-
-def plan_of(
-    config: BuildConfig, sources: list[Source], tokenizer: TokenizerPlan, windows: list[Window], part_bytes: int
-) -> Plan:
-    """Return all that determines the bytes of the dataset, and nothing else."""
-    options = [source.options for source in sources]
-    return make_plan(
-        recipe=ALGORITHM_VERSION,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        position_ids=config.position_ids,
-        loss_mask=any(option.kind != "text" or option.weighted for option in options),  # of a plain text, all are
-        loss_weights=any(option.weighted for option in options),
-        turn_ends=any(option.overlong_policy == "truncate-turns" for option in options),
-        packer=config.packer,
-        max_segments=config.max_segments,
-        tokenizer=tokenizer,
-        sources=[
-            make_source(source.name, source.options.as_plan(), [file.as_plan() for file in source.files])
-            for source in sources
-        ],
-        windows=[[window.source, [list(slice_) for slice_ in window.slices]] for window in windows],
-        part_bytes=part_bytes,
     )
 
 

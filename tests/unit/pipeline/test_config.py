@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline import PACKERS, BuildConfig, RecordOptions
+from pipeline.building.cli import build
 from pipeline.building.driver import BuildResult
-from pipeline.cli import build, given, in_flags, main
+from pipeline.cli import given, in_flags, main
 from pipeline.config import PACKER_NAMES
 from shards.errors import PackError
 
