@@ -12,8 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from shards import Dataset
-from shards.order import StepOrder
+from shards import Dataset, StepOrder
 from trainer import PackedCollator, load_model
 
 PACKS_PER_STEP = 4

@@ -15,8 +15,7 @@ import sys
 import grain
 import numpy as np
 
-from shards import Dataset
-from shards.order import StepOrder
+from shards import Dataset, StepOrder
 
 PACKS_PER_STEP = 4
 Features = dict[str, np.ndarray]

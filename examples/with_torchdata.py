@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from shards import Dataset
-from shards.order import StepOrder
+from shards import Dataset, StepOrder
 from trainer import PackedCollator, load_model
 
 PACKS_PER_STEP = 4

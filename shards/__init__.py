@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from shards.errors import FormatError as FormatError
     from shards.errors import OptionError as OptionError
     from shards.errors import PackError as PackError
+    from shards.ordering.step_order import StepOrder as StepOrder
     from shards.reader import Dataset as Dataset
     from shards.reader import Pack as Pack
     from shards.verification import verify as verify
@@ -17,9 +18,10 @@ _HOMES = {
     "OptionError": "shards.errors",
     "Pack": "shards.reader",
     "PackError": "shards.errors",
+    "StepOrder": "shards.ordering.step_order",
     "verify": "shards.verification",
 }
-__all__ = ["Dataset", "FormatError", "OptionError", "Pack", "PackError", "verify"]
+__all__ = ["Dataset", "FormatError", "OptionError", "Pack", "PackError", "StepOrder", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -119,6 +119,27 @@ def test_datasets_opens_the_parquet_files_as_a_split(make, tmp_path):
     assert [row["input_ids"] for row in loaded] == [row["input_ids"].tolist() for row in dataset]
 
 
+@pytest.mark.filterwarnings("ignore")  # of the library that reads
+def test_trl_makes_of_the_parquet_rows_what_they_say(make, tmp_path):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    dataset = make()
+    out = export(dataset, "parquet", tmp_path / "out")
+    rows = pq.read_table(min(out.glob("*.parquet"))).to_pylist()[:3]
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
+    packs = [dataset[number] for number in range(3)]
+    for name, expected in {
+        "input_ids": [token for pack in packs for token in pack["input_ids"].tolist()],
+        "position_ids": [place for pack in packs for place in pack["position_ids"].tolist()],
+        "labels": [
+            token if one else -100
+            for pack in packs
+            for token, one in zip(pack["input_ids"].tolist(), pack["loss_mask"].tolist(), strict=True)
+        ],
+    }.items():
+        assert batch[name][0].tolist() == expected
+
+
 @pytest.mark.parametrize("align", [1, 8])
 @pytest.mark.parametrize(
     ("to", "options"), [("parquet", {"labels_field": "labels"}), ("megatron-bridge", {"mask_field": "loss_mask"})]
@@ -231,6 +252,9 @@ def test_weights_go_where_the_format_has_them(tokenizer_dir, tmp_path):
     ((begin, end),) = record["targets"]
     assert record["text"][begin:end] == "Hello there<|im_end|>"
     assert record["weights"] == [0.5]
+    records = RecordOptions(kind="tokens", labels_field="labels", weights_field="loss_weights")
+    build(BuildConfig(sources=out, out=tmp_path / "again", tokenizer=tokenizer_dir, seq_len=64, records=records))
+    assert Dataset(tmp_path / "again")[0]["loss_weights"].tolist() == dataset[0]["loss_weights"].tolist()
     with pytest.raises(PackError, match=r"has loss weights, which `to=\"megatron-bridge\"` cannot say"):
         export(dataset, "megatron-bridge", tmp_path / "bridge")
     assert export(dataset, "megatron-bridge", tmp_path / "bridge", drop_weights=True).is_dir()

@@ -1,7 +1,11 @@
 """Loops of other projects on our packs take the steps of `pack train`: each example gives its losses."""
 
 import json
+import os
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +84,36 @@ def test_lightning(packed, model_dir, expected, tmp_path):
     options = quiet | {"accelerator": "cpu", "default_root_dir": str(tmp_path)}
     losses = example("with_lightning")["train"](packed, model_dir, STEPS, LR, **options)
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+TWO_PROCESSES = """
+import json, os, runpy, sys
+name, packed, model, out = sys.argv[1:]
+options = {"cpu": True}
+if name == "lightning":
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = dict.fromkeys(shown, False) | {"accelerator": "cpu", "devices": 2, "default_root_dir": out}
+train = runpy.run_path(f"EXAMPLES/with_{name}.py", run_name="example")["train"]
+losses = train(packed, model, STEPS, LR, **options)
+open(f"{out}/losses-{os.environ['RANK']}.json", "w").write(json.dumps(losses))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_two_processes_take_the_same_steps(packed, model_dir, expected, tmp_path, name):
+    values = {"EXAMPLES": str(EXAMPLES), "STEPS": str(STEPS), "LR": str(LR)}
+    script = tmp_path / "two.py"
+    script.write_text(re.sub("|".join(values), lambda found: values[found[0]], TWO_PROCESSES))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [*launch, str(script), name, packed, model_dir, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = (json.loads((tmp_path / f"losses-{rank}.json").read_text()) for rank in (0, 1))
+    if name == "lightning":  # each process has its share
+        first = [one + other for one, other in zip(first, second, strict=True)]
+    assert first == pytest.approx(expected, rel=1e-5)
 
 
 def row_of(sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
