@@ -23,9 +23,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trainer.model.attention import IMPLEMENTATION, register
-from trainer.model.backends import describe_failure, failure_of
-from trainer.model.isolation import ModelReport, inspect_model, refusal
+from trainer.model.backends.foreign import describe_failure, failure_of
+from trainer.model.isolation import inspect_model, refusal
 from trainer.model.loading import _without_attention_dropout
+from trainer.model.report import ModelReport
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "intermediate_size": 48, "ffn_dim": 48,

@@ -39,7 +39,8 @@ from trainer.bench.compare import describe_machine, run_comparison
 from trainer.bench.strategies import STRATEGIES, Sizes, StepPacks, split_pack
 from trainer.loop import LogInterval, log, take_step
 from trainer.metrics import peak_flops
-from trainer.model.backends import ATTENTION_BACKENDS, Needs
+from trainer.model.backends.interface import Needs
+from trainer.model.backends.registry import ATTENTION_BACKENDS
 from trainer.model.loading import load_model
 from trainer.run import Run, set_up
 

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from trainer.loader import PackLoader as PackLoader
     from trainer.loop import TrainResult as TrainResult
     from trainer.loop import train as train
-    from trainer.model.backends import ATTENTION_BACKENDS as ATTENTION_BACKENDS
+    from trainer.model.backends.registry import ATTENTION_BACKENDS as ATTENTION_BACKENDS
     from trainer.model.loading import check_model as check_model
     from trainer.model.loading import load_model as load_model
     from trainer.model.loss import PackedLM as PackedLM
 
 _HOMES = {
-    "ATTENTION_BACKENDS": "trainer.model.backends",
+    "ATTENTION_BACKENDS": "trainer.model.backends.registry",
     "PackLoader": "trainer.loader",
     "PackedCollator": "trainer.collator",
     "PackedLM": "trainer.model.loss",

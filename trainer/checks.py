@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shards import Dataset, PackError
 from trainer.config import TrainConfig
-from trainer.model.isolation import ModelReport
 from trainer.model.loading import check_segments, check_vocabulary
+from trainer.model.report import ModelReport
 
 _TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

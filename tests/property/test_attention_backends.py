@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.model.backends import ATTENTION_BACKENDS, Backend, Needs
+from trainer.model.backends.interface import Backend, Needs
+from trainer.model.backends.registry import ATTENTION_BACKENDS
 
 ON_CPU = sorted(
     name

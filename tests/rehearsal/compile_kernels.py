@@ -17,7 +17,7 @@ TOKENS = 304
 
 def compile_case(width, value_width, heads, kv_heads, window=None, softcap=None, sinks=False) -> None:
     """Call the backend forward and backward."""
-    from trainer.model.backends import ATTENTION_BACKENDS
+    from trainer.model.backends.registry import ATTENTION_BACKENDS
 
     def heads_of(count: int, width: int) -> torch.Tensor:
         return torch.empty(TOKENS, count, width, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)

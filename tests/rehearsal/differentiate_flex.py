@@ -20,7 +20,7 @@ BOUNDARIES = np.array([0, 0, 1, 34, 234, 234, 304], np.int32)
 
 def differentiate(mode, width, window=None, softcap=None, sinks=False) -> None:
     """Call the backend forward and backward."""
-    from trainer.model.backends import ATTENTION_BACKENDS
+    from trainer.model.backends.registry import ATTENTION_BACKENDS
 
     with mode:
         q, k, v = (
@@ -50,7 +50,7 @@ def attempt(mode, case: dict) -> str | None:
 if __name__ == "__main__":
     from torch.nn.attention.flex_attention import flex_attention
 
-    from trainer.model import flex
+    from trainer.model.backends import flex
 
     pretend()
     torch.cuda._lazy_init = lambda: None

@@ -21,7 +21,9 @@ from shards.errors import ModelError, PackError, reason_of
 from shards.reader import Pack
 from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.attention import IMPLEMENTATION
-from trainer.model.backends import ATTENTION_BACKENDS, Backends, pick_backend
+from trainer.model.backends.choice import pick_backend
+from trainer.model.backends.interface import Backends
+from trainer.model.backends.registry import ATTENTION_BACKENDS
 from trainer.model.loading import LoadedModel
 from trainer.model.loss import PackedLM
 

@@ -1,10 +1,10 @@
 """One attention function for packed rows, `packrow`, which transformers' models call in every attention layer.
 
 How it is called: `packrow(module, query, key, value, None, scaling=…, cu_seq_lens_q=…, max_length_q=…)`; see there. It
-refuses what the kernels would silently leave out, and hands the rest to a backend (`backends.py`: how to add one).
-Registered with transformers' `AttentionInterface` and with no mask function, so that transformers builds no mask at all
-(0 host syncs per forward; its own packed paths cost 1 to 9). The boundaries are keyword arguments that a supported
-model passes through to its layers.
+refuses what the kernels would silently leave out, and hands the rest to a backend (`backends/registry.py`: how to add
+one). Registered with transformers' `AttentionInterface` and with no mask function, so that transformers builds no mask
+at all (0 host syncs per forward; its own packed paths cost 1 to 9). The boundaries are keyword arguments that a
+supported model passes through to its layers.
 """
 
 import functools
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from shards.errors import ModelError
-from trainer.model.backends import ATTENTION_BACKENDS, Backends, Needs, compute_dtype, needs_of, pick_backend
+from trainer.model.backends.choice import pick_backend
+from trainer.model.backends.interface import Backends, Needs, compute_dtype, needs_of
+from trainer.model.backends.registry import ATTENTION_BACKENDS
 
 IMPLEMENTATION = "packrow"
 """The name under which models find the function; it must hold none of "flash", "sdpa", "flex", "/"."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shards.errors import ModelError
-from trainer.model.backends import import_reason
-from trainer.model.isolation import large_weights, logits_of_a_row
+from trainer.model.backends.foreign import import_reason
+from trainer.model.probe import large_weights, logits_of_a_row
 
 IN_PLACE = "liger kernels: in place"
 

@@ -15,10 +15,13 @@ import torch
 from shards.errors import ModelError, reason_of
 from shards.quiet import quiet
 from trainer.model.attention import IMPLEMENTATION, register
-from trainer.model.backends import Backends, pick_backends
+from trainer.model.backends.choice import pick_backends
+from trainer.model.backends.interface import Backends
 from trainer.model.experts import follow_autocast
-from trainer.model.isolation import ModelReport, inspect_model, position_limit, refusal, sees_ahead
+from trainer.model.isolation import inspect_model, refusal
 from trainer.model.liger import IN_PLACE, put_in, replace_layers
+from trainer.model.probe import position_limit, sees_ahead
+from trainer.model.report import ModelReport
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _WEIGHTS = ("*.safetensors*", "*.bin*")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from shards.errors import ModelError
 from trainer.batch import IGNORED
 from trainer.model.attention import BACKEND_KEYWORD
-from trainer.model.backends import Backends
+from trainer.model.backends.interface import Backends
 from trainer.model.liger import fused_cross_entropy, unusable_reason
 from trainer.model.unflatten import LAYOUT_KEYWORD, needs_rectangles
 

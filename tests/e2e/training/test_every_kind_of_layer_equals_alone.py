@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.model.isolation import set_attention
 from trainer.model.loading import LoadedModel, checkpoint_activations, load_model
 from trainer.model.loss import PackedLM
+from trainer.model.probe import set_attention
 from trainer.model.rectangles import plan_rectangles
 
 LENGTHS = [1, 23, 2, 64, 17, 5, 40, 33]

@@ -15,9 +15,12 @@ from torch import nn
 
 from shards import PackError
 from shards.errors import ModelError
-from trainer.model import attention, backends
+from trainer.model import attention
 from trainer.model.attention import packrow
-from trainer.model.backends import ATTENTION_BACKENDS, Backend, Needs, disagreement, pick_backend, pick_backends
+from trainer.model.backends import foreign, varlen
+from trainer.model.backends.choice import disagreement, pick_backend, pick_backends
+from trainer.model.backends.interface import Backend, Needs
+from trainer.model.backends.registry import ATTENTION_BACKENDS
 
 CPU = Needs(device=torch.device("cpu"), dtype=torch.float32, head_dim=8, value_dim=8)
 BF16 = Needs(device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=8, value_dim=8)
@@ -190,17 +193,17 @@ def test_a_package_that_does_not_import_is_passed_over_with_its_reason(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     needs = replace(BF16, device=torch.device("cuda"))
-    backends.import_reason.cache_clear()
+    foreign.import_reason.cache_clear()
     try:
         for name in ("flash-attn-4", "flash-attn"):
             reason = str(ATTENTION_BACKENDS[name].unsupported_reason(needs))
             assert reason.startswith(f"{name} is installed, but cannot be imported ({error.partition('(')[0]}: ")
     finally:
-        backends.import_reason.cache_clear()
+        foreign.import_reason.cache_clear()
 
 
 def test_a_package_that_is_not_there_is_said_to_be_missing() -> None:
-    assert backends.import_reason("never_heard_of.inner", "never-heard-of") == "never-heard-of is not installed"
+    assert foreign.import_reason("never_heard_of.inner", "never-heard-of") == "never-heard-of is not installed"
 
 
 def test_a_backend_nobody_proved_is_said_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,11 +321,11 @@ def backend(
     else:
         signature = torch_11 if request.param == "torch 2.11" else torch_13
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in(signature, seen))
-        monkeypatch.setattr(backends, "_TORCH_VARLEN", backends._find_torch_varlen())
+        monkeypatch.setattr(varlen, "_TORCH_VARLEN", varlen._find_torch_varlen())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    backends.import_reason.cache_clear()
+    foreign.import_reason.cache_clear()
     yield ATTENTION_BACKENDS[request.param.split()[0]]
-    backends.import_reason.cache_clear()
+    foreign.import_reason.cache_clear()
 
 
 def test_soft_caps_and_sinks_reach_the_kernels_that_have_them(backend: Backend, seen: list[dict[str, Any]]) -> None:
@@ -355,7 +358,7 @@ def test_kernels_are_called_by_their_signature_with_the_current_token_counted_ou
 
 def test_a_torch_without_windows_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_10)
-    monkeypatch.setattr(backends, "_TORCH_VARLEN", backends._find_torch_varlen())
+    monkeypatch.setattr(varlen, "_TORCH_VARLEN", varlen._find_torch_varlen())
     assert "has no varlen_attn with a window" in str(ATTENTION_BACKENDS["torch"].unsupported_reason(CPU))
 
 

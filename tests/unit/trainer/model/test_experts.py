@@ -9,7 +9,7 @@ from transformers.integrations import moe
 
 from trainer.model import attention
 from trainer.model.experts import follow_autocast
-from trainer.model.isolation import packed_kwargs
+from trainer.model.probe import packed_kwargs
 
 
 def test_grouped_products_run_in_bf16_under_autocast_and_give_fp32_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

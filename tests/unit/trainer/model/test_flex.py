@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.model import flex
-from trainer.model.backends import ATTENTION_BACKENDS, Needs
+from trainer.model.backends import flex
+from trainer.model.backends.interface import Needs
+from trainer.model.backends.registry import ATTENTION_BACKENDS
 
 LENGTHS = [3, 200, 0, 1, 130, 64, 0]
 

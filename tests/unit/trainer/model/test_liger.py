@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shards.errors import ModelError
-from trainer.model import attention, backends, liger, loss
+from trainer.model import attention, liger, loss
+from trainer.model.backends import foreign
 from trainer.model.liger import fused_cross_entropy, replace_layers
 from trainer.model.loss import PackedLM
 
@@ -47,9 +48,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, home.__name__, home)
-    backends.import_reason.cache_clear()
+    foreign.import_reason.cache_clear()
     yield
-    backends.import_reason.cache_clear()
+    foreign.import_reason.cache_clear()
 
 
 def test_layers_that_compute_the_same_stay(installed: None) -> None:
@@ -80,11 +81,11 @@ def test_a_liger_that_does_not_import_is_passed_over(tmp_path: Any, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.startswith("liger_kernel")]:
         monkeypatch.delitem(sys.modules, name)
-    backends.import_reason.cache_clear()
+    foreign.import_reason.cache_clear()
     try:
         (line,) = replace_layers(llama("silu"), "auto", CUDA)
     finally:
-        backends.import_reason.cache_clear()
+        foreign.import_reason.cache_clear()
     assert line == (
         "liger kernels: passed over, liger-kernel is installed, but cannot be imported (OSError: libtriton.so)"
     )

@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.model.backends.foreign import import_reason
+from trainer.model.backends.interface import Needs
+
 BLOCK = 128
 "Queries, and keys, of a block."
 
@@ -114,3 +117,10 @@ def attend(
     if sinks is not None:  # a sink takes weight exp(sink) out of exp(lse) + exp(sink)
         out = out * torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])[..., None].to(out.dtype)
     return cast(Tensor, out.squeeze(0).transpose(0, 1))
+
+
+def unsupported_reason(needs: Needs) -> str | None:
+    """Return why the kernel cannot serve these needs, None where it can."""
+    if needs.device.type != "cuda":
+        return f"has no backward on {needs.device.type}"
+    return import_reason("triton", "triton") or import_reason("torch.nn.attention.flex_attention", "torch")
