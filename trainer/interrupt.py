@@ -61,6 +61,16 @@ class Interrupt:
         earlier[1].wait()
         return bool(earlier[0])
 
+    def asked_of_any(self) -> bool:
+        """Whether any process was asked so far, the same on every process; all wait here for each other."""
+        if self._alone:
+            return self._asked
+        if self._vote is not None:
+            self._vote[1].wait()
+        vote = torch.tensor(int(self._asked))
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)
+        return bool(vote)
+
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         if self._asked and self._alone:
             raise KeyboardInterrupt

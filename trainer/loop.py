@@ -90,7 +90,6 @@ def _train(config: TrainConfig, world: World, lock: Lock | None) -> TrainResult:
     run.lock = lock
     with closing(run.metrics):
         optimize(run)
-        run.checkpoints.close()
         figures = {"steps": run.step, "loss": run.loss, "eval loss": run.eval_loss}
         model_dir, notes = export(run.model, Path(config.out), run.dataset, run.card_config, world, figures)
         for note in notes:
@@ -126,9 +125,11 @@ def optimize(run: Run) -> None:
             if save_now or is_best or stop_now:
                 save(run, is_best)
             if stop_now:
-                run.checkpoints.close()
-                raise KeyboardInterrupt
+                break
             interval.started += time.perf_counter() - pause  # figures are of training alone
+        run.checkpoints.close()  # signals are still noted: one that comes now does not cut the last save short
+        if interrupt.asked_of_any():
+            raise KeyboardInterrupt
 
 
 def take_step(run: Run, batches: Iterator[Batch], interval: LogInterval) -> tuple[torch.Tensor, float]:

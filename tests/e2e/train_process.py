@@ -1,11 +1,13 @@
 """One training process, run by path: `jobs`, `rank`, `world_size` and `rendezvous` come as globals.
 
 A job is the fields of a TrainConfig, and optionally `kill`: where the process ends itself with SIGKILL,
-or `ask`: rank, step and signal of a request to stop.
+or `ask`: rank, step and signal of a request to stop, while it takes a step; `ask_in_save`: the same, while the
+checkpoint of that step is written.
 """
 
 import os
 import signal
+import threading
 from typing import Any
 
 import torch
@@ -58,6 +60,26 @@ def arm_signal(asked_rank: int, step: int, number: int) -> None:
     trainer.loop.take_step = signalled_step
 
 
+def arm_signal_in_save(asked_rank: int, step: int, number: int, last: int) -> None:
+    """Arrange for a signal to one process, while it writes its part of a checkpoint; the last once the loop has ended."""
+    write, close = trainer.saving.checkpoint.write, trainer.saving.checkpoint.Checkpoints.close
+    closing = threading.Event()
+
+    def noted_close(self: Any) -> None:
+        closing.set()
+        close(self)
+
+    def signalled_write(staged: Any, path: Any) -> None:
+        if rank == asked_rank and path.parent.name == f"_tmp-step-{step:08d}":
+            if step == last:
+                closing.wait()
+            os.kill(os.getpid(), number)
+        write(staged, path)
+
+    trainer.saving.checkpoint.Checkpoints.close = noted_close
+    trainer.saving.checkpoint.write = signalled_write
+
+
 torch.set_num_threads(1)
 if world_size > 1:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
@@ -66,6 +88,8 @@ for job in jobs:
         arm(job.pop("kill"))
     if "ask" in job:
         arm_signal(*job.pop("ask"))
+    if "ask_in_save" in job:
+        arm_signal_in_save(*job.pop("ask_in_save"), job["steps"])
     trainer.loop.train(TrainConfig(**job))
 if world_size > 1:
     dist.destroy_process_group()

@@ -92,6 +92,23 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all(
     assert_same_run(tmp_path / "whole", out, 8)
 
 
+@pytest.mark.parametrize(("world_size", "step", "last"), [(1, 2, 6), (1, 6, 6), (2, 3, 6), (2, 6, 6)])
+def test_a_signal_while_a_checkpoint_is_written_loses_no_step(
+    packed, llama, tmp_path, run_training, world_size, step, last
+):
+    fields = {"steps": last, "save_every": 1}
+    assert run_training([job(packed, llama, tmp_path / "whole", **fields)], world_size) == [0] * world_size
+    out = tmp_path / "stopped"
+    asked = {"ask_in_save": (world_size - 1, step, int(signal.SIGTERM))}
+    assert run_training([job(packed, llama, out, **asked, **fields)], world_size) == [1] * world_size
+    saved = max(path.name for path in (out / "checkpoints").glob("step-*"))
+    assert saved >= f"step-{step:08d}"
+    assert not list((out / "checkpoints").glob("_tmp-*"))
+    assert not (out / "model").exists()
+    assert run_training([job(packed, llama, out, resume=True, **fields)], world_size) == [0] * world_size
+    assert_same_run(tmp_path / "whole", out, last)
+
+
 FEW = [[("step", 3), ("publish", 4)], [("publish", 2), ("step", 6)]]
 MANY = [[(place, step), (place, step + 2)] for place in ("step", "publish") for step in (1, 2, 3, 4)]
 
