@@ -33,6 +33,25 @@ def learning_rate(step: int, num_steps: int, config: TrainConfig) -> float:
     return config.min_lr + (config.lr - config.min_lr) * scale
 
 
+def describe_schedule(step: int, num_steps: int, config: TrainConfig) -> str:
+    """Say how the learning rate goes on from one step, such as "cosine from 5.00e-03 to 0.00e+00 at step 8"."""
+    if step >= num_steps:
+        return f"over after step {num_steps:,}"
+    now, end = (f"{learning_rate(at, num_steps, config):.2e}" for at in (step, num_steps))
+    if step < config.warmup_steps:
+        rise = f"warm-up from {now} to {config.lr:.2e} at step {config.warmup_steps:,}"
+        if config.warmup_steps >= num_steps:
+            return f"{rise}, beyond the last step {num_steps:,}"
+        return f"{rise}, then {describe_schedule(config.warmup_steps, num_steps, config)}"
+    if config.schedule == "constant":
+        return f"constant at {now} until step {num_steps:,}"
+    if config.schedule != "wsd":
+        return f"{config.schedule} from {now} to {end} at step {num_steps:,}"
+    decay = num_steps - (config.decay_steps or max(1, num_steps // 5))
+    fall = f"linear from {now} to {end} at step {num_steps:,}"
+    return fall if step >= decay else f"constant at {now} until step {decay:,}, then linear to {end} at {num_steps:,}"
+
+
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """Make fused AdamW over the trainable parameters; vectors (norms, biases) get no weight decay.
 

@@ -21,7 +21,7 @@ from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.loader import PackLoader
 from trainer.metrics import last_step, say
-from trainer.optimizer import learning_rate
+from trainer.optimizer import describe_schedule, learning_rate
 from trainer.saving.checkpoint import Checkpoints
 
 FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean
@@ -112,15 +112,22 @@ class ResumePoint:
             if name not in UNSAID_ON_RESUME and before != now:
                 was, is_now = ("not set" if value is None else value for value in (before, now))
                 lines.append(f"resume: {name} {was} before, {is_now} now")
+        settings_before = self._config_before(config)
         before, now = (
             learning_rate(self.step, steps, settings)
-            for steps, settings in ((self.num_steps, self._config_before(config)), (num_steps, config))
+            for steps, settings in ((self.num_steps, settings_before), (num_steps, config))
         )
         if not math.isclose(before, now, rel_tol=1e-6):
             lines.append(
                 f"resume: the next step takes a learning rate of {now:.2e}; it would have been {before:.2e} with the "
                 f"settings of before and their {self.num_steps:,} steps"
             )
+        was, goes_on = (
+            describe_schedule(self.step, steps, settings)
+            for steps, settings in ((self.num_steps, settings_before), (num_steps, config))
+        )
+        if was != goes_on:
+            lines.append(f"resume: the learning rate goes on {goes_on}; before: {was}")
         return lines
 
 

@@ -61,7 +61,7 @@ def arm_signal(asked_rank: int, step: int, number: int) -> None:
 
 
 def arm_signal_in_save(asked_rank: int, step: int, number: int, last: int) -> None:
-    """Arrange for a signal to one process, while it writes its part of a checkpoint; the last once the loop has ended."""
+    """Arrange for a signal to one process, while it writes its part of a checkpoint (of the last, at its end)."""
     write, close = trainer.saving.checkpoint.write, trainer.saving.checkpoint.Checkpoints.close
     closing = threading.Event()
 

@@ -12,7 +12,7 @@ from shards import PackError
 from trainer.config import TrainConfig
 from trainer.model.adapters import add_adapters, freeze
 from trainer.model.loading import load_model
-from trainer.optimizer import build_optimizer, gradient_norm, learning_rate
+from trainer.optimizer import build_optimizer, describe_schedule, gradient_norm, learning_rate
 
 
 def config(**fields) -> TrainConfig:
@@ -49,6 +49,26 @@ def test_the_rate_never_leaves_its_bounds():
         values = rates(37, schedule=schedule, min_lr=0.1, warmup_steps=5)
         assert len(values) == 37
         assert all(0.1 <= value <= 1 for value in values[5:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "step", "words"),
+    [
+        ({"schedule": "cosine", "min_lr": 0.2}, 50, "cosine from 6.00e-01 to 2.00e-01 at step 100"),
+        ({"schedule": "constant"}, 3, "constant at 1.00e+00 until step 100"),
+        ({"schedule": "wsd"}, 3, "constant at 1.00e+00 until step 80, then linear to 0.00e+00 at 100"),
+        ({"schedule": "wsd"}, 90, "linear from 5.00e-01 to 0.00e+00 at step 100"),
+        (
+            {"schedule": "linear", "warmup_steps": 4},
+            1,
+            "warm-up from 5.00e-01 to 1.00e+00 at step 4, then linear from 1.00e+00 to 0.00e+00 at step 100",
+        ),
+        ({"warmup_steps": 200}, 1, "warm-up from 1.00e-02 to 1.00e+00 at step 200, beyond the last step 100"),
+        ({}, 100, "over after step 100"),
+    ],
+)
+def test_a_schedule_in_words(fields, step, words):
+    assert describe_schedule(step, 100, config(**fields)) == words
 
 
 def test_norms_and_biases_get_no_weight_decay(model_config):

@@ -42,6 +42,8 @@ def test_other_settings_of_a_resumed_run_are_said_one_line_each(run, capsys):
         "resume: decay_steps not set before, 1 now",
         "resume: the next step takes a learning rate of 5.00e-03; it would have been 1.00e-03 with the settings of "
         "before and their 2 steps",
+        "resume: the learning rate goes on constant at 5.00e-03 until step 3, then linear to 0.00e+00 at 4; before: "
+        "over after step 2",
     ]
 
 
@@ -141,7 +143,17 @@ def test_both_rates_are_said_where_more_steps_bend_the_schedule(run, capsys):
     assert (
         f"resume: the next step takes a learning rate of {now:.2e}; it would have been {before:.2e} with the settings "
         "of before and their 4 steps\n"
+        f"resume: the learning rate goes on cosine from {now:.2e} to 0.00e+00 at step 8; before: over after step 4\n"
     ) in capsys.readouterr().err
+
+
+def test_a_resume_that_changes_nothing_says_nothing_of_the_schedule(run, capsys):
+    shutil.rmtree(Path(run("copy", schedule="cosine", save_every=2)[0].model_dir).parent / "checkpoints/step-00000004")
+    capsys.readouterr()
+    run("copy", schedule="cosine", save_every=2, resume=True)
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("resume")] == [
+        "resume: goes on after step 2 of 4"
+    ]
 
 
 def test_a_run_directory_in_which_another_training_writes_is_refused(run, tmp_path):
