@@ -71,13 +71,34 @@ class Size(click.ParamType[int]):
         return int(float(match[1]) * UNITS[match[2].upper()])
 
 
+class Share(click.ParamType[float]):
+    """A share, as a number or in percent."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the share, 1.0 for all."""
+        try:
+            if isinstance(value, str) and value.strip().endswith("%"):
+                return float(value.strip()[:-1]) / 100
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a share; write for example 1% or 0.01", param, ctx)
+
+
 def names_of(text: str) -> tuple[str, ...]:
     """Return the names in a list with commas."""
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 # the fields whose flags are written otherwise than their type says
-TYPES: dict[str, Any] = {"window_bytes": Size(), "mix": parse_mix, "lora_targets": names_of, "strategies": names_of}
+TYPES: dict[str, Any] = {
+    "window_bytes": Size(),
+    "holdout": Share(),
+    "mix": parse_mix,
+    "lora_targets": names_of,
+    "strategies": names_of,
+}
 
 
 def in_flags(message: str, command: click.Command) -> str:

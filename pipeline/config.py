@@ -113,7 +113,39 @@ class RecordOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildConfig:
+class SelectionConfig:
+    """Which documents a dataset keeps; part of what `pack build` and `pack repack` are asked to do."""
+
+    holdout: Annotated[float | None, "Share of documents to hold out, such as 1%, as a dataset of its own."] = None
+    holdout_out: Annotated[str | Path | None, "Its directory. [default: OUT-holdout]"] = None
+    drop: Annotated[str | Path | None, "File of documents to leave out: text, JSONL or Parquet with doc_id."] = None
+    drop_where: Annotated[str | None, "Rows of a --drop table that count, such as 'loss > 6'."] = None
+    dedup: Annotated[Literal["exact"] | None, "Of documents with the same tokens, keep the first."] = None
+
+    @property
+    def selects(self) -> bool:
+        """Whether any document may be set aside."""
+        return self.holdout is not None or self.drop is not None or self.dedup is not None
+
+    def check_selection(self, out: str | Path) -> None:
+        """Refuse settings that do not fit each other.
+
+        Raises:
+            PackError: Names the setting.
+        """
+        set_path(self, "holdout_out", "drop")
+        if self.holdout is not None and not 0 < self.holdout < 1:
+            raise PackError(f"`holdout`: {self.holdout:g}; expected a share between 0 and 1, such as 1%.")
+        if self.holdout_out is not None and self.holdout is None:
+            raise PackError("`holdout_out`: there is no hold-out; expected a share. Add `holdout`.")
+        if self.drop_where is not None and self.drop is None:
+            raise PackError("`drop_where`: there is no list; expected one. Add `drop`.")
+        if self.holdout_out is not None and str(self.holdout_out) == str(out):
+            raise PackError(f"`holdout_out`: {out} is `out` too; expected another directory.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig(SelectionConfig):
     """One `pack build`."""
 
     sources: str | Path | Sequence[str | Path]
@@ -175,6 +207,12 @@ class BuildConfig:
             )
         if self.windows is not None:
             self.window_range(0)
+        self.check_selection(self.out)
+        if self.selects and (self.windows or self.finalize):
+            raise PackError(
+                "`holdout`, `drop`, `dedup`: need all windows at once; expected none of them with `windows` or "
+                "`finalize=True`. Build the whole, then select with pack repack."
+            )
 
     @property
     def source_arguments(self) -> tuple[str, ...]:
@@ -197,7 +235,7 @@ class BuildConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepackConfig:
+class RepackConfig(SelectionConfig):
     """One `pack repack`; what is not given is as in the dataset."""
 
     dataset: Annotated[str | Path, "Dataset directory."]
@@ -225,3 +263,9 @@ class RepackConfig:
                 raise PackError(f"`{name}`: {value}; expected at least 1.")
         if self.resume and self.overwrite:
             raise PackError("`resume=True` and `overwrite=True`: choose one.")
+        self.check_selection(self.out)
+
+    @property
+    def holdout_path(self) -> str:
+        """Directory of what is held out."""
+        return str(self.holdout_out or f"{str(self.out).rstrip('/')}-holdout")

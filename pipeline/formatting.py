@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from shards.counts import SET_ASIDE
 from shards.errors import counted
 
 
@@ -65,6 +66,11 @@ def format_duration(seconds: float) -> str:
 def format_reasons(lost: Mapping[str, int]) -> str:
     """Return why things were lost and how many each time, the most frequent reason first; "" where none were."""
     return ", ".join(f"{reason} {count:,}" for reason, count in sorted(lost.items(), key=lambda x: -x[1]) if count)
+
+
+def unasked(lost: Mapping[str, int]) -> dict[str, int]:
+    """Return what was lost without being asked for, by reason."""
+    return {reason: count for reason, count in lost.items() if reason not in SET_ASIDE}
 
 
 def describe_unread(source: str, counts: Mapping[str, int]) -> str:

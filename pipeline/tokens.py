@@ -43,6 +43,29 @@ class Documents(NamedTuple):
         """Return the mask of the tokens in [start, stop); uint8."""
         return np.ones(stop - start, np.uint8) if self.loss_mask is None else self.loss_mask[start:stop]
 
+    def take(self, chosen: npt.NDArray[np.bool_]) -> "Documents":
+        """Return some of the documents, in their order.
+
+        Args:
+            chosen: bool (num_documents,).
+        """
+        lengths = self.lengths
+        tokens = np.repeat(chosen, lengths)
+        turns = counts = None
+        if self.turn_ends is not None and self.turn_offsets is not None:
+            counts = np.diff(self.turn_offsets)
+            turns = self.turn_ends[np.repeat(chosen, counts)]
+        return Documents(
+            input_ids=self.input_ids[tokens],
+            offsets=_running_sum([lengths[chosen]]),
+            doc_ids=self.doc_ids[chosen],
+            loss_mask=None if self.loss_mask is None else self.loss_mask[tokens],
+            loss_weights=None if self.loss_weights is None else self.loss_weights[tokens],
+            doc_parts=None if self.doc_parts is None else self.doc_parts[chosen],
+            turn_ends=turns,
+            turn_offsets=None if counts is None else _running_sum([counts[chosen]]),
+        )
+
 
 def concatenate(parts: Sequence[Documents], window: int = 0) -> Documents:
     """Join batches into the documents of a window.

@@ -13,6 +13,8 @@ LENGTH_EDGES = np.concatenate(
     [np.arange(1, 256)] + [(1 << octave) + np.arange(64) * (1 << (octave - 6)) for octave in range(8, 31)]
 ).astype(np.int64)
 
+SET_ASIDE = ("listed", "duplicate", "held_out", "not_held_out")  # reasons that were asked for: no loss
+
 Histogram = list[list[int]]
 "`[lower edge of the class in tokens, how many, tokens]` for every class that is not empty, rising."
 

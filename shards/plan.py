@@ -81,6 +81,8 @@ class Plan(Stored):
     windows: list[Any]
     "[source, [[file, start, stop], ...]] of each window"
     part_bytes: int
+    select: NotRequired[list[dict[str, Any]]]
+    "What was set aside of the corpus' documents, step by step."
 
 
 def make_plan(

@@ -98,11 +98,14 @@ def _print_result(result: Any, as_json: bool) -> None:
     manifest = result.manifest
     if as_json:
         figures = manifest or {"plan_id": result.plan_id, "unfinished": result.unfinished}
-        click.echo(json.dumps({key: value for key, value in figures.items() if key != "shards"}))
+        held_out = {"holdout": dict(result.holdout.manifest)} if result.holdout else {}
+        click.echo(json.dumps(dict(figures) | held_out))
     elif manifest is not None:
         from pipeline.report.dataset import summary_lines
 
         say("\n".join(summary_lines(dict(manifest), result.path)))
+        if result.holdout is not None:
+            say("\n".join(summary_lines(dict(result.holdout.manifest), result.holdout.path)))
 
 
 @click.command()

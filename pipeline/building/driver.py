@@ -73,6 +73,8 @@ class BuildResult:
     "Of the dataset; None where windows are still to come."
     unfinished: int = 0
     "Windows that other parts of the build still have to make."
+    holdout: "BuildResult | None" = None
+    "The dataset of what was held out, where there is a hold-out."
 
 
 def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
@@ -89,6 +91,10 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
         PackError: Anything the user can fix: sources, tokenizer, options, output directory, disk.
     """
     progress = progress or Progress()
+    if config.selects:
+        from pipeline.building.selected import build_selected
+
+        return build_selected(config, progress)
     begin = time.time()
     job = make_job(config, progress)
     store = open_store(job.out)

@@ -12,26 +12,32 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.building.driver import BuildResult, explain_failure
-from pipeline.building.output import Request, decide, finished_dataset, leftovers, prepare, read_output
+from pipeline.building.drop_list import DropList, read_drop_list
+from pipeline.building.joining import join_documents
+from pipeline.building.output import Request, decide, finished_dataset, leftovers, owned_files, prepare, read_output
 from pipeline.building.planning import ALGORITHM_VERSION
 from pipeline.building.progress import Progress
-from pipeline.building.repacked_window import repack_window
+from pipeline.building.repacked_window import repack_window, sidecar_of
+from pipeline.building.selection import Selection
 from pipeline.building.sidecars import all_sidecars
 from pipeline.config import RecordOptions, RepackConfig
+from pipeline.formatting import unasked
 from pipeline.packing.packers import PACKERS
 from shards.errors import PackError, counted
 from shards.fetching.remote import io_errors, open_store
 from shards.lock import Lock
 from shards.manifest import Manifest, commit
 from shards.plan import Plan, plan_id
-from shards.publish import Store
+from shards.publish import LocalStore, Store
 from shards.reader import Dataset
 from shards.sidecar import sidecar_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Output:
+class Output:
     """What output decisions need of a repacking: the same fields as of a build's job."""
 
     plan: Plan
@@ -49,31 +55,67 @@ def repack(config: RepackConfig, progress: Progress | None = None) -> BuildResul
         progress: Where to report; silent by default.
 
     Returns:
-        The new dataset with its manifest.
+        The new dataset with its manifest, and that of what is held out, where there is a hold-out.
 
     Raises:
         PackError: The dataset cannot be read, the settings do not fit it, or the output belongs to something else.
     """
-    progress, begin = progress or Progress(), time.time()
+    progress = progress or Progress()
     dataset = Dataset(config.dataset)
-    plan = repacked_plan(dataset.plan, config)
+    drop = None if config.drop is None else read_drop_list(config.drop, config.drop_where)
+    if drop is not None:
+        check_drop_list(drop, dataset)
+    sides = selections(config, drop, dataset.plan)
+    for out, _ in sides:
+        if Path(config.dataset).resolve() == Path(out).resolve():
+            raise PackError(f"`out`: {out} is the dataset itself; expected another directory.")
+    results = [  # the hold-out first: where `out` is finished, it is there
+        _repack_side(dataset, config, out, selection, progress) for out, selection in reversed(sides)
+    ]
+    return replace(results[-1], holdout=results[0] if len(results) > 1 else None)
+
+
+def selections(config: RepackConfig, drop: DropList | None, plan: Plan) -> list[tuple[str, Selection]]:
+    """Return the datasets that a repacking gives: where each goes, and which documents it keeps."""
+    sides = [(str(config.out), False)] + ([] if config.holdout is None else [(config.holdout_path, True)])
+    same: dict[str, Any] = {"drop": drop, "dedup": config.dedup is not None, "holdout": config.holdout}
+    return [(out, Selection(**same, held_out=held_out, before=plan.get("select", ()))) for out, held_out in sides]
+
+
+def check_drop_list(drop: DropList, dataset: Dataset) -> None:
+    """Refuse a list that names records which the dataset's corpus does not have.
+
+    Raises:
+        PackError: Names the file, the row and the document.
+    """
+    drop.check_windows(len(dataset.shards))
+    store = LocalStore(dataset.path)
+    for window in np.unique(drop.doc_ids >> 32).tolist():
+        drop.check(window, sum(count for *_, count in sidecar_of(store, window)["spans"]))
+
+
+def _repack_side(
+    dataset: Dataset, config: RepackConfig, out: str, selection: Selection, progress: Progress
+) -> BuildResult:
+    """Write one dataset of those that a repacking gives."""
+    begin, plan = time.time(), repacked_plan(dataset.plan, config, selection)
     files = {path.name: path.read_bytes() for path in sorted((dataset.path / "tokenizer").iterdir())}
-    output = _Output(plan=plan, plan_id=plan_id(plan), sources=(), out=str(config.out), tokenizer_files=files)
-    if Path(config.dataset).resolve() == Path(config.out).resolve():
-        raise PackError(f"`out`: {config.out} is the dataset itself; expected another directory.")
-    store = open_store(output.out)
+    output = Output(plan=plan, plan_id=plan_id(plan), sources=(), out=out, tokenizer_files=files)
+    store = open_store(out)
     try:
         with Lock(store, output.plan_id, alone=config.overwrite, on_message=progress.on_message) as lock:
-            manifest = _run(dataset, output, config, store, progress, lock, begin)
+            manifest = _run(dataset, output, config, selection, store, progress, lock, begin)
     except io_errors() as error:
-        raise explain_failure(error, output.out) from error
+        raise explain_failure(error, out) from error
     except MemoryError as error:
-        raise explain_failure(error, output.out) from error
-    return BuildResult(path=output.out, plan_id=output.plan_id, manifest=manifest)
+        raise explain_failure(error, out) from error
+    return BuildResult(path=out, plan_id=output.plan_id, manifest=manifest)
 
 
-def repacked_plan(plan: Plan, config: RepackConfig) -> Plan:
+def repacked_plan(plan: Plan, config: RepackConfig, selection: Selection) -> Plan:
     """Return the plan that a build with these settings would have written.
+
+    What is selected is added to what was selected before.
 
     Raises:
         PackError: The settings do not fit what the dataset stores.
@@ -93,7 +135,8 @@ def repacked_plan(plan: Plan, config: RepackConfig) -> Plan:
     seq_len = config.seq_len or plan["seq_len"]
     if seq_len % config.align:
         raise PackError(f"`align`: {config.align} does not divide `seq_len` {seq_len:,}; expected a divisor.")
-    return {
+    selected = [*plan.get("select", ()), *filter(None, [selection.plan_entry()])]
+    new: Plan = {
         **plan,
         "recipe": ALGORITHM_VERSION,
         "seq_len": seq_len,
@@ -107,12 +150,16 @@ def repacked_plan(plan: Plan, config: RepackConfig) -> Plan:
             {**source, "records": options.as_plan()} for source, options in zip(plan["sources"], records, strict=True)
         ],
     }
+    if selected:
+        new["select"] = selected
+    return new
 
 
 def _run(
     dataset: Dataset,
-    output: _Output,
+    output: Output,
     config: RepackConfig,
+    selection: Selection,
     store: Store,
     progress: Progress,
     lock: Lock,
@@ -128,7 +175,7 @@ def _run(
         return decision.manifest
     prepare(store, state, decision, output)
     lock.share()
-    lost = dataset.manifest["totals"]["tokens"]["lost"]
+    lost = unasked(dataset.manifest["totals"]["tokens"]["lost"])
     if lost:
         reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(lost.items()))
         progress.on_message(
@@ -142,12 +189,15 @@ def _run(
         and window.plan_id == output.plan_id
         and state.sizes["shards"].get(window.shard) == window.shard_bytes
     }
+    if selection.dedup:
+        selection.find_duplicates((number, join_documents(dataset, number)) for number in range(num_windows))
     options = {source["name"]: RecordOptions(**source["records"]) for source in output.plan["sources"]}
     progress.begin(None)
     for number in range(num_windows):
         lock.check()
         if number not in there:
-            counts = repack_window(dataset, number, output.plan, options[dataset.shards[number]["source"]], store)
+            source = dataset.shards[number]["source"]
+            counts = repack_window(dataset, number, output.plan, options[source], selection, store)
             progress.on_progress(counts["documents"]["packed"], counts["tokens"]["packed"], 0)
     facts: dict[str, Any] = {
         "shardpack": metadata.version("shardpack"),
@@ -159,19 +209,26 @@ def _run(
         "repacked_from": {"dataset_id": dataset.dataset_id, "seq_len": dataset.seq_len, "packer": dataset.packer},
         **{
             name: dataset.manifest["facts"][name]
-            for name in ("trained_end_ids", "spelled_controls")
+            for name in ("trained_end_ids", "spelled_controls", "unread_fields", "unrolled", "tokenizer_proofs")
             if name in dataset.manifest["facts"]
         },
     }
     return _commit(store, output, num_windows, facts)
 
 
-def _commit(store: Store, output: _Output, num_windows: int, facts: dict[str, Any]) -> Manifest:
-    kept = {
-        name
-        for sidecar in all_sidecars(store, output.plan_id, num_windows)
-        for name in (sidecar["shard"]["file"], sidecar_name(sidecar["window"]))
-    }
+def _commit(store: Store, output: Output, num_windows: int, facts: dict[str, Any]) -> Manifest:
+    kept, packed = set[str](), 0
+    for sidecar in all_sidecars(store, output.plan_id, num_windows):
+        kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
+        packed += sidecar["counts"]["documents"]["packed"]
+    if not packed:
+        for name in owned_files(read_output(store)):
+            store.remove(name)
+        store.sweep(everything=True)
+        raise PackError(
+            f"{output.out}: no document is left for it; expected at least one. Choose a larger `holdout`, a shorter "
+            "`drop` list, or another `seq_len` or `overlong`."
+        )
     for name in leftovers(store, kept, num_windows):
         store.remove(name)
     try:

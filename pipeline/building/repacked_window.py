@@ -1,15 +1,17 @@
 """One window of a dataset packed anew: its documents joined, cut, packed and written, and the balance of it."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.building.joining import join_documents
+from pipeline.building.joining import StoredWindow, join_documents
+from pipeline.building.selection import REASONS, Selection
 from pipeline.building.stages import Stages
 from pipeline.config import RecordOptions
 from pipeline.packing.accounting import Balance, cut_documents
 from pipeline.packing.packers import PACKERS, lower_bound
-from pipeline.packing.rows import align_up, assemble_rows
+from pipeline.packing.rows import align_up, assemble_rows, count_targets, mask_or_empty
 from pipeline.tokens import Documents
 from shards.counts import Counts, length_histogram
 from shards.errors import PackError
@@ -21,14 +23,16 @@ from shards.sidecar import MAX_LONGEST, LongDocument, Sidecar, make_sidecar, rea
 from shards.writer import write_shard
 
 
-def repack_window(dataset: Dataset, number: int, plan: Plan, options: RecordOptions, store: Store) -> Counts:
+def repack_window(
+    dataset: Dataset, number: int, plan: Plan, options: RecordOptions, selection: Selection, store: Store
+) -> Counts:
     """Pack the documents of one window anew, publish and commit it; return its counts."""
     stages, layout = Stages(), layout_of(plan)
-    before = read_sidecar(LocalStore(dataset.path), number)
-    if before is None:
-        raise PackError(f"{dataset.path}: window {number} has no sidecar; expected a whole dataset. Run pack verify.")
+    before = sidecar_of(LocalStore(dataset.path), number)
     with stages.time("read"):
         stored = join_documents(dataset, number)
+        heads = int(stored.first_targets.sum())
+        stored, aside = _set_aside(stored, selection.reasons(stored, number))
     documents = stored.documents
     with stages.time("pack"):
         packer = PACKERS[plan["packer"]["name"]]
@@ -48,8 +52,7 @@ def repack_window(dataset: Dataset, number: int, plan: Plan, options: RecordOpti
         if rows.start_weights is not None and stored.first_weights is not None:
             weights = np.where(begins, stored.first_weights[document], rows.start_weights)
             rows = replace(rows, start_weights=weights.astype(np.float16))
-    heads = int(stored.first_targets.sum())
-    counts = _counts(before["counts"], balance, heads, len(segments.length), len(rows))
+    counts = _counts(before["counts"], balance, aside, heads, len(segments.length), len(rows))
     with stages.time("write"):
         shard = write_shard(store, layout, plan_id(plan), number, rows)
     sidecar = make_sidecar(
@@ -73,7 +76,45 @@ def repack_window(dataset: Dataset, number: int, plan: Plan, options: RecordOpti
     return counts
 
 
-def _counts(before: Counts, balance: Balance, heads: int, num_segments: int, num_packs: int) -> Counts:
+def sidecar_of(store: Store, window: int) -> Sidecar:
+    """Return the sidecar of a window of a whole dataset.
+
+    Raises:
+        PackError: It is not there.
+    """
+    sidecar = read_sidecar(store, window)
+    if sidecar is None:
+        raise PackError(f"{store.location}: window {window} has no sidecar; expected a whole dataset. Run pack verify.")
+    return sidecar
+
+
+class _Aside(NamedTuple):
+    """What was set aside of a window, by reason."""
+
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    targets: dict[str, int]
+
+
+def _set_aside(stored: StoredWindow, reasons: np.ndarray) -> tuple[StoredWindow, _Aside]:
+    """Take out the documents that have a reason (see `selection.REASONS`), and count them."""
+    aside = _Aside({}, {}, {})
+    if not reasons.any():
+        return stored, aside
+    documents = stored.documents
+    targets = count_targets(mask_or_empty(documents), documents.offsets[:-1], documents.lengths)
+    for code in np.unique(reasons[reasons > 0]).tolist():
+        which = reasons == code
+        aside.documents[REASONS[code]] = int(which.sum())
+        aside.tokens[REASONS[code]] = int(documents.lengths[which].sum())
+        aside.targets[REASONS[code]] = int(targets[which].sum())
+    stays = reasons == 0
+    first_weights = None if stored.first_weights is None else stored.first_weights[stays]
+    kept = StoredWindow(documents.take(stays), stored.first_offsets[stays], stored.first_targets[stays], first_weights)
+    return kept, aside
+
+
+def _counts(before: Counts, balance: Balance, aside: _Aside, heads: int, num_segments: int, num_packs: int) -> Counts:
     """Return the balance of a repacked window: what the corpus gave, what was lost then, and what is lost now.
 
     Targets that cuts had made first tokens are back, and lost again only where a new cut does so. But the `heads`,
@@ -87,25 +128,26 @@ def _counts(before: Counts, balance: Balance, heads: int, num_segments: int, num
             **balance.documents,
             "read": before["documents"]["read"],
             "truncated": before["documents"]["truncated"] + balance.documents["truncated"],
-            "dropped": _sum(before["documents"]["dropped"], balance.documents["dropped"]),
+            "dropped": _sum(before["documents"]["dropped"], balance.documents["dropped"], aside.documents),
         },
         "tokens": {
             "read": before["tokens"]["read"],
             "packed": balance.tokens["packed"],
-            "lost": _sum(before["tokens"]["lost"], balance.tokens["lost"]),
+            "lost": _sum(before["tokens"]["lost"], balance.tokens["lost"], aside.tokens),
         },
         "targets": {
             "read": before["targets"]["read"],
             "packed": balance.targets["packed"],
-            "lost": _sum(then, balance.targets["lost"]),
+            "lost": _sum(then, balance.targets["lost"], aside.targets),
         },
         "segments": num_segments,
         "packs": num_packs,
     }
 
 
-def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
-    return {reason: left.get(reason, 0) + right.get(reason, 0) for reason in sorted(left.keys() | right.keys())}
+def _sum(*losses: dict[str, int]) -> dict[str, int]:
+    reasons = sorted({reason for each in losses for reason, count in each.items() if count})
+    return {reason: sum(each.get(reason, 0) for each in losses) for reason in reasons}
 
 
 def _longest(before: Sidecar, documents: Documents, seq_len: int) -> list[LongDocument]:

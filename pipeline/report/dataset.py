@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.formatting import balances, describe_unread, format_reasons, format_share
+from pipeline.formatting import balances, describe_unread, format_reasons, format_share, unasked
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS, histogram_bound
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape
@@ -28,7 +28,7 @@ from pipeline.report.records import (
     StragglerFigures,
 )
 from pipeline.report.warnings import find_warnings
-from shards.counts import Counts
+from shards.counts import SET_ASIDE, Counts
 from shards.errors import PackError, counted
 from shards.manifest import SourceTotals
 from shards.ordering.step_order import StepOrder
@@ -323,10 +323,14 @@ def summary_lines(manifest: dict[str, Any], path: str) -> list[str]:
     tokens, packs = totals["tokens"]["packed"], totals["packs"]
     full = tokens / (packs * seq_len) if packs else 0.0
     what = [counted(sheet.packed, sheet.thing.removesuffix("s")) for sheet in balances(totals)]
-    losses = [(sheet.thing, format_reasons(sheet.lost)) for sheet in balances(totals)]
+    losses, aside = [], []
+    for sheet in balances(totals):
+        losses.append((sheet.thing, format_reasons(unasked(sheet.lost))))
+        aside.append((sheet.thing, format_reasons({name: sheet.lost.get(name, 0) for name in SET_ASIDE})))
     return [
         f"{path}: {', '.join(what)} in {counted(packs, 'pack')} of {seq_len:,} ({format_share(full)} full)",
         *(f"{thing} lost: {why}" for thing, why in losses if why),
+        *(f"{thing} set aside: {why}" for thing, why in aside[:2] if why),  # targets go with their tokens
         *_unrolled(manifest["facts"]),
         *_spelled_controls(manifest["facts"]),
         *(describe_unread(*entry) for entry in manifest["facts"].get("unread_fields", {}).items()),

@@ -5,7 +5,7 @@ Each check reads the report and yields sentences: what is so, with the value, an
 
 from collections.abc import Callable, Iterator
 
-from pipeline.formatting import balances, describe_unread, format_reasons, format_share
+from pipeline.formatting import balances, describe_unread, format_reasons, format_share, unasked
 from pipeline.report.records import DatasetReport
 from shards.errors import counted
 
@@ -70,9 +70,10 @@ def check_losses(report: DatasetReport) -> Iterator[str]:
     """Much lost, source by source."""
     for source in report["sources"]:
         for sheet in balances(source):
-            share = sum(sheet.lost.values()) / sheet.read if sheet.read else 0.0
+            lost = unasked(sheet.lost)
+            share = sum(lost.values()) / sheet.read if sheet.read else 0.0
             if share >= LOSS_WARNING_SHARE:
-                why = format_reasons(sheet.lost)
+                why = format_reasons(lost)
                 yield f"Source {source['name']!r}: {format_share(share)} of its {sheet.thing} were lost ({why})."
         rejected = source["documents"]["dropped"].get("rejected", 0)
         if rejected:
