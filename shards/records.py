@@ -26,6 +26,8 @@ def mismatch(value: Any, kind: Any, where: str = "") -> str | None:
         return None if None in problems else problems[0]
     if origin is list and isinstance(value, list):
         (inner,) = get_args(kind)
+        if all(type(item) is inner for item in value):  # numbers or texts, as nearly always
+            return None
         found = (mismatch(item, inner, f"{where}[{place}]") for place, item in enumerate(value))
         return next((problem for problem in found if problem), None)
     if origin is dict and isinstance(value, dict):

@@ -40,3 +40,9 @@ def test_the_architecture_page_says_where_to_change_each_thing_once_and_names_fi
     paths = re.findall(r"`((?:pipeline|shards|trainer|docs|tests)/[\w/.]+)`", page)
     assert [path for path in paths if not (ROOT / path).exists()] == []
     assert page.rstrip().endswith("<!-- end of modules -->")
+
+
+def test_the_readme_leads_to_every_page_once():
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| [docs/")]
+    linked = [line.split("]")[0].removeprefix("| [") for line in rows]
+    assert sorted(linked) == sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
