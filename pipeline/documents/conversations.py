@@ -6,7 +6,6 @@ text that the template shows at that moment, and is the only target in it. Conse
 another stay one document, so only templates that really rewrite pay: n answers cost about n / 2 times the tokens.
 """
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.documents.template import ChatTemplate  # plain text needs no Jinja
 
 MAX_LAYOUTS = 2048  # of one source; a layout is about as large as its conversation
-TREATED = re.compile(r"think>|<tool_|tool_response>")  # templates look for these in contents, and write other text then
+TREATED = ("think>", "<tool_", "tool_response>")  # templates look for these in contents, and write other text then
 
 Key = tuple[tuple[str, ...], tuple[float, ...]]
 
@@ -74,7 +73,9 @@ class ConversationRenderer:
             return None
         for message in messages:
             content = message["content"]
-            if len(message) != 2 or not isinstance(content, str) or not content.strip() or TREATED.search(content):
+            if len(message) != 2 or not isinstance(content, str) or not content or content.isspace():
+                return None
+            if any(mark in content for mark in TREATED):  # ten times as fast as a pattern of the three
                 return None
         return tuple(message["role"] for message in messages), tuple(weights)
 

@@ -102,8 +102,10 @@ def token_bytes(tokenizer: dict[str, Any]) -> Array | None:
     byte_level = "ByteLevel" in before
     if "merges" not in model or not (byte_level or model.get("byte_fallback")):
         return None
-    if _types(tokenizer.get("normalizer")) - {"Sequence", "NFC", "Replace", "Prepend"}:
-        return None
+    for step in _steps(tokenizer.get("normalizer")):
+        marks_spaces = step.get("pattern") == {"String": " "} and step.get("content") == "▁"
+        if step["type"] not in ("NFC", "Prepend") and not (step["type"] == "Replace" and marks_spaces):
+            return None
     widths = np.zeros(max(model["vocab"].values(), default=0) + 1, np.int32)
     for text, index in model["vocab"].items():
         if byte_level:
@@ -274,6 +276,13 @@ class _Batch:
         self, chunks: ChunkEncoder, index: int, ids: Array, at: Array, points: list[int]
     ) -> tuple[Array, Array, list[int]]:
         return chunks.token_offsets(self.texts[index], ids[at[index] : at[index + 1]], points, self.first[index])
+
+
+def _steps(normalizer: Any) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer, in order."""
+    if normalizer is None:
+        return []
+    return [s for n in normalizer["normalizers"] for s in _steps(n)] if "normalizers" in normalizer else [normalizer]
 
 
 def _types(component: Any) -> set[str]:

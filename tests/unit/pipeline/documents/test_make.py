@@ -207,7 +207,25 @@ class TestChunks:
 
     @pytest.mark.parametrize("name", ["tokenizer_dir", "bos_tokenizer_dir", "unigram_tokenizer_dir"])
     def test_borders_cut_a_text_where_the_offsets_do(self, name, request):
-        encoder = Encoder(request.getfixturevalue(name))
+        self.check_borders(Encoder(request.getfixturevalue(name)))
+
+    def test_a_tokenizer_that_marks_spaces_tells_borders_without_a_second_encoding(
+        self, bos_tokenizer_dir, tmp_path, monkeypatch
+    ):
+        """Gemma's normalizer: spaces are replaced, and nothing stands before a text."""
+        for file in Path(bos_tokenizer_dir).iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        tokenizer = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+        tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+        encoder = Encoder(tmp_path)
+        self.check_borders(encoder)
+        text = "one two, three"
+        ids = encoder.encode([text])[0]
+        monkeypatch.setattr(encoder, "encode_with_spans", None)
+        ChunkEncoder(encoder).token_offsets(text, ids, [4], begins=True)
+
+    def check_borders(self, encoder):
         chunks, cuts = ChunkEncoder(encoder), 0
         for text in TEXTS:
             ids, spans = encoder.encode_with_spans(text)
