@@ -68,6 +68,9 @@ class TrainConfig:
     keep: Annotated[int, "Checkpoints kept beside the best one."] = 2
     eval: Annotated[str | Path | None, "Evaluation dataset directory, or several by name: web=DIR,code=DIR."] = None
     eval_every: Annotated[int | None, "Steps between evaluations. [default: only at the end]"] = None
+    sample: Annotated[str | Path | None, "Prompts to write from: one a line, or JSONL of prompt or messages."] = None
+    sample_every: Annotated[int | None, "Steps between samples. [default: only at the end]"] = None
+    sample_tokens: Annotated[int, "Tokens written after each prompt, at most."] = 64
     log_every: Annotated[int, "Steps between lines of metrics."] = 10
     by_source: Annotated[bool, "Report the loss of each source too, where there are several."] = True
     seed: Annotated[int, "Seed of order, first weights and dropout."] = 0
@@ -80,11 +83,11 @@ class TrainConfig:
     progress: Annotated[bool, "Progress on stderr: a live line, or lines where it is no terminal."] = True
 
     def __post_init__(self) -> None:
-        set_path(self, "dataset", "model", "out", "eval")
+        set_path(self, "dataset", "model", "out", "eval", "sample")
         check_choices(self)
         for name in (
             "steps", "tokens_per_batch", "packs_per_step", "decay_steps",
-            "save_every", "eval_every", "log_every", "keep",
+            "save_every", "eval_every", "sample_every", "sample_tokens", "log_every", "keep",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -101,6 +104,8 @@ class TrainConfig:
         self.eval_paths()
         if self.eval_every and not self.eval:
             raise PackError("`eval_every`: there is no evaluation dataset; expected one. Add `eval`.")
+        if self.sample_every and not self.sample:
+            raise PackError("`sample_every`: there are no prompts; expected a file of them. Add `sample`.")
         if not all(0 < weight < math.inf for _, weight in self.mix) or len(dict(self.mix)) < len(self.mix):
             weights = ",".join(f"{name}={weight:g}" for name, weight in self.mix)
             raise PackError(

@@ -114,14 +114,17 @@ def optimize(run: Run) -> None:
                 run.due(config.save_every),
                 bool(run.eval_datasets) and run.due(config.eval_every),
             )
+            sample_now = run.sampler is not None and run.due(config.sample_every)
             stop_now = interrupt.asked()
-            if log_now or save_now or evaluate_now or stop_now or run.world.device.type == "cpu":
+            if log_now or save_now or evaluate_now or sample_now or stop_now or run.world.device.type == "cpu":
                 stop_if_not_finite(run)  # reading from a GPU waits for it, so not at every step there
             if log_now:
                 log(run, interval, norm, rate)
                 interval = LogInterval(torch.zeros((), device=run.world.device))
             pause = time.perf_counter()
             is_best = evaluate_now and run_evaluation(run)
+            if sample_now:
+                run_samples(run)
             if save_now or is_best or stop_now:
                 save(run, is_best)
             if stop_now:
@@ -241,6 +244,13 @@ def run_evaluation(run: Run) -> bool:
     is_best = run.eval_loss < run.best
     run.best = min(run.best, run.eval_loss)
     return is_best
+
+
+def run_samples(run: Run) -> None:
+    """Let the model go on from the prompts of the run."""
+    assert run.sampler is not None
+    samples = run.sampler.sample(run.parallel.module, run.lm, run.world.device, run.autocast)
+    run.metrics.write_samples(run.step, samples)
 
 
 def save(run: Run, is_best: bool = False) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from rich.console import Console
@@ -40,6 +40,7 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
+SHOWN = 200  # characters of a sample in a log
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -116,6 +117,13 @@ def check_outputs(config: TrainConfig) -> None:
         raise PackError("`wandb`: wandb is not installed; expected the package. Run pip install wandb.")
 
 
+class Sample(TypedDict):
+    """A prompt and what the model wrote after it."""
+
+    prompt: str
+    text: str
+
+
 class Metrics:
     """Writes the figures of a run; a process that is not the main one writes nothing.
 
@@ -165,6 +173,25 @@ class Metrics:
         if self._show_progress:
             self._report(line)
 
+    def write_samples(self, step: int, samples: list[Sample]) -> None:
+        """Write what the model wrote after its prompts."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps({"step": step, "samples": samples}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for number, sample in enumerate(samples, 1):
+                self._board.add_text(f"sample/{number}", f"{_code(sample['prompt'])}\n\n{_code(sample['text'])}", step)
+        if self._wandb is not None:
+            import wandb
+
+            rows = [[sample["prompt"], sample["text"]] for sample in samples]
+            self._wandb.log({"samples": wandb.Table(columns=["prompt", "text"], data=rows)}, step=step)
+        if self._show_progress:
+            for sample in samples:
+                text = " ".join(f"{sample['prompt']} → {sample['text']}".split())
+                self.say(f"step {step:,}/{self._num_steps:,}  sample: {shorten(text)}")
+
     def _report(self, line: dict[str, Any]) -> None:
         at = f"step {line['step']:,}/{self._num_steps:,}"
         if "eval_loss" in line:
@@ -199,6 +226,16 @@ class Metrics:
             self._wandb.finish()
         if self._file is not None:
             self._file.close()
+
+
+def _code(text: str) -> str:
+    """Return text as an indented block of Markdown, which TensorBoard then shows as it is."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+def shorten(text: str) -> str:
+    """Return text of at most 200 characters; what is left out is marked."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
 def say(message: str) -> None:

@@ -27,8 +27,8 @@ from trainer.saving.checkpoint import Checkpoints
 FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean
 # no part of what is trained; a change of packs per step is refused by the loader
 UNSAID_ON_RESUME = (
-    "dataset", "out", "packs_per_step", "save_every", "keep", "eval_every", "log_every", "by_source", "resume",
-    "profile", "tensorboard", "wandb", "device", "force", "progress",
+    "dataset", "out", "packs_per_step", "save_every", "keep", "eval_every", "sample", "sample_every", "sample_tokens",
+    "log_every", "by_source", "resume", "profile", "tensorboard", "wandb", "device", "force", "progress",
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from trainer.model.loading import checkpoint_activations, load_model
 from trainer.model.loss import PackedLM
 from trainer.optimizer import build_optimizer
 from trainer.resume import ResumePoint, claim_directory, find_resume_point
+from trainer.samples import Sampler
 from trainer.saving.checkpoint import Checkpoints
 
 
@@ -47,6 +48,7 @@ class Settled:
     checkpoints: Checkpoints
     start: ResumePoint
     loader: PackLoader
+    sampler: Sampler | None
     num_steps: int
     notes: list[str]
     "What a person should know, one line each."
@@ -68,6 +70,7 @@ class Run:
     loader: PackLoader
     checkpoints: Checkpoints
     metrics: Metrics
+    sampler: Sampler | None
     cost: ModelCost
     num_steps: int
     step: int = 0
@@ -117,6 +120,7 @@ def settle(config: TrainConfig, world: World) -> Settled:
     start = find_resume_point(config, checkpoints)
     loader = make_loader(config, world, dataset, config.packs_per_step or start.packs_per_step)
     start.place(loader)
+    sampler = make_sampler(config, dataset, loader.tokens_per_batch)
     num_steps = config.steps or max(1, round(config.epochs * loader.steps_per_epoch))
     notes = [*_order_notes(loader), *start.notes(config, num_steps)]
     if config.warmup_steps >= num_steps:
@@ -133,6 +137,7 @@ def settle(config: TrainConfig, world: World) -> Settled:
         checkpoints=checkpoints,
         start=start,
         loader=loader,
+        sampler=sampler,
         num_steps=num_steps,
         notes=notes,
     )
@@ -169,6 +174,7 @@ def load(settled: Settled) -> Run:
         loader=settled.loader,
         checkpoints=settled.checkpoints,
         metrics=metrics,
+        sampler=settled.sampler,
         cost=cost,
         num_steps=settled.num_steps,
         step=start.step,
@@ -261,6 +267,17 @@ def make_loader(config: TrainConfig, world: World, dataset: Dataset, packs_per_s
         static_shapes=config.compile,
         weighting=config.loss_weighting,
     )
+
+
+def make_sampler(config: TrainConfig, dataset: Dataset, tokens_per_batch: int) -> Sampler | None:
+    """Read the prompts of a run, if it has some.
+
+    Raises:
+        PackError: They do not fit the dataset.
+    """
+    if config.sample is None:
+        return None
+    return Sampler(Path(config.sample), dataset, tokens=config.sample_tokens, tokens_per_batch=tokens_per_batch)
 
 
 def _order_notes(loader: PackLoader) -> list[str]:

@@ -156,7 +156,10 @@ def runs_page(runs: list[Run]) -> Page:
     title = runs[0].path if len(runs) == 1 else f"{len(runs)} training runs"
     subtitle = f"{counted(first['steps'], 'step')}" if len(runs) == 1 else ", ".join(run.path for run in runs)
     tables = [runs_table(runs), *parts_tables(runs)]
-    return Page(title, subtitle, cards, [], [Section("Curves", plots=plots), Section("Summary", tables=tables)])
+    sections = [Section("Curves", plots=plots), Section("Summary", tables=tables)]
+    if samples := samples_table(runs):
+        sections.append(Section("Samples", tables=[samples]))
+    return Page(title, subtitle, cards, [], sections)
 
 
 def _parts(runs: list[Run], prefix: str) -> list[str]:
@@ -177,6 +180,23 @@ def _parts_plot(runs: list[Run], prefix: str, caption: str) -> Plot | None:
                 mode = "lines+markers" if prefix == "eval_loss/" else "lines"
                 traces.append(line_trace(steps, values, name=name, mode=mode, line=line))
     return make_plot(caption, traces, x="step", y="nats a target", showlegend=True) if traces else None
+
+
+def samples_table(runs: list[Run]) -> Table | None:
+    """Return what the models wrote, prompt by prompt, the newest last; None where no run has samples."""
+    rows = [
+        [str(record["step"]), sample["prompt"], sample["text"], run.path]
+        for run in runs
+        for record in run.lines
+        for sample in record.get("samples") or ()
+    ]
+    rows.sort(key=lambda row: row[1])  # stable: the steps of a prompt stay in order
+    if not rows:
+        return None
+    columns = ["step", "prompt", "text", "run"]
+    return (
+        Table(columns, rows, text=True) if len(runs) > 1 else Table(columns[:3], [row[:3] for row in rows], text=True)
+    )
 
 
 def parts_tables(runs: list[Run]) -> list[Table]:

@@ -255,18 +255,21 @@ class PackedLM(nn.Module):
             batch: `input_ids`, `position_ids`, `shift_labels` int64 (1, T), `cu_seqlens` int32 (n + 1,), `max_seqlen`
                 int, `shift_weights` float32 (1, T) where targets have weights, `rectangles` if a loader planned them.
                 Or the same of a rectangle (R, P) of right-padded
-                rows, one segment each.
+                rows, one segment each. With `logits_at`, int64 (n,), no labels are needed, and the logits of these
+                tokens of the flattened batch are returned instead, float32 (n, V).
             divisor: Targets of the whole step on all ranks, the sum of their weights where they have some (weighted by
                 document: segments with targets).
 
         Raises:
             ModelError: Packed rows for a model on native attention.
         """
+        inputs = self._native_inputs(batch) if self.backend is None else self._inputs(batch)
+        if "logits_at" in batch:
+            return self._logits(inputs, batch["logits_at"])
         labels = batch["shift_labels"].flatten()
         weights = batch["shift_weights"].flatten() if "shift_weights" in batch else None
         if self.weighting == "document":
             weights = document_weights(labels, batch["cu_seqlens"], weights)
-        inputs = self._native_inputs(batch) if self.backend is None else self._inputs(batch)
         return self._summed_loss(inputs, labels, weights) / divisor
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,6 +296,15 @@ class PackedLM(nn.Module):
             )
         # No mask: padding is on the right, where causal attention does not look, and has no target.
         return {"input_ids": ids}
+
+    def _logits(self, inputs: dict[str, Any], at: Tensor) -> Tensor:
+        model = unwrap(self.model)
+        if not self.plain_head:
+            logits: Tensor = model(**inputs, use_cache=False).logits.flatten(0, 1)[at]
+        else:
+            hidden = model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+            logits = model.get_output_embeddings()(hidden[at])
+        return logits.float()
 
     def _summed_loss(self, inputs: dict[str, Any], labels: Tensor, weights: Tensor | None) -> Tensor:
         model = unwrap(self.model)
