@@ -2,12 +2,14 @@
 
 Every path reads the same JSONL, ends every document with one EOS and keeps every token (packing `wrapped`; TRL's `bfd`
 would drop what is over seq_len), with the same number of processes, each path in a process of its own, start-up and
-imports included. datatrove, litdata and MDS run in environments of their own (`peers.py` makes them) and write a stream
-of ids: no masks, no positions, no document bounds in a row. The bounds only tokenize and write ids. Order is
-interleaved over the repeats.
+imports included. datatrove, litdata, MDS and Megatron run in environments of their own (`peers.py` makes them) and
+write a stream of ids: no masks, no positions, no document bounds in a row. Each runs with the tokenizer library that it
+ships with and again with the fast engine in its place. The bounds only tokenize and write ids. Order is interleaved
+over the repeats.
 
     python benchmarks/bench_build.py --quick
-    python benchmarks/bench_build.py --corpus corpus.jsonl --tokenizer ./tokenizer --workers 2
+    python benchmarks/corpora.py code
+    python benchmarks/bench_build.py --corpus .corpora/code-60mb.jsonl --tokenizer ./tokenizer --workers 2
 """
 
 import argparse
@@ -25,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peer_builds
 import peers
+from peer_builds import BATCH, FAST, texts_of
 from write_up import WriteUp, middle, run, tell
 
 PACKAGES = ("shardpack", "tokenizers", "fastokens", "transformers", "datasets", "trl", "pyarrow", "numpy")
-BATCH = 1000  # texts in one call of a tokenizer
 
 
 def build_with(engine: str, packer: str) -> Callable[[argparse.Namespace], dict[str, Any]]:
@@ -37,8 +40,10 @@ def build_with(engine: str, packer: str) -> Callable[[argparse.Namespace], dict[
 
     def build_path(arguments: argparse.Namespace) -> dict[str, Any]:
         from pipeline import BuildConfig, build
+        from pipeline.config import RecordOptions
 
         config = BuildConfig(
+            records=RecordOptions(kind="chat" if arguments.chats else "text"),
             sources=tuple(arguments.corpus), out=arguments.scratch, tokenizer=arguments.tokenizer,
             seq_len=arguments.seq_len, packer=packer, tokenizer_engine=engine, workers=arguments.workers,
         )  # fmt: skip
@@ -50,6 +55,10 @@ def build_with(engine: str, packer: str) -> Callable[[argparse.Namespace], dict[
 
 def trl_path(arguments: argparse.Namespace) -> dict[str, Any]:
     """Load, tokenize, pack and save as a TRL user would do offline."""
+    if arguments.engine == FAST:
+        import fastokens
+
+        fastokens.patch_transformers()
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import pack_dataset
@@ -73,7 +82,7 @@ def tokenize_only(arguments: argparse.Namespace, worker: int) -> int:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{arguments.tokenizer}/tokenizer.json")
-    texts, tokens = peers.texts_of(arguments.corpus, worker, arguments.workers), 0
+    texts, tokens = texts_of(arguments.corpus, worker, arguments.workers), 0
     with open(f"{arguments.scratch}/ids-{worker}.bin", "wb") as file:
         for start in range(0, len(texts), BATCH):
             for encoding in tokenizer.encode_batch_fast(texts[start : start + BATCH]):
@@ -83,16 +92,17 @@ def tokenize_only(arguments: argparse.Namespace, worker: int) -> int:
 
 
 def tokenize_only_fast(arguments: argparse.Namespace, worker: int) -> int:
-    """The same with the fast engine, through this project's encoder."""
-    from pipeline.documents.encoder import Encoder
+    """Tokenize with the fast engine and nothing around it: its own arrays, no comparison with the reference."""
+    import fastokens
 
-    encoder = Encoder(arguments.tokenizer, engine="fastokens")
-    texts, tokens = peers.texts_of(arguments.corpus, worker, arguments.workers), 0
+    tokenizer = fastokens.Tokenizer.from_file(f"{arguments.tokenizer}/tokenizer.json")
+    texts, tokens = texts_of(arguments.corpus, worker, arguments.workers), 0
     with open(f"{arguments.scratch}/ids-{worker}.bin", "wb") as file:
         for start in range(0, len(texts), BATCH):
-            ids, _ = encoder.encode(texts[start : start + BATCH])
-            ids.tofile(file)
-            tokens += len(ids) + len(texts[start : start + BATCH]) * (1 + len(encoder.spec.prefix_ids))
+            batch = texts[start : start + BATCH]
+            ids, _ = tokenizer.encode_batch_flat(batch, add_special_tokens=True)
+            file.write(ids)
+            tokens += len(ids) // 4 + len(batch)  # and an EOS each
     return tokens
 
 
@@ -115,13 +125,19 @@ PATHS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "pack build, fast engine, best fit": build_with("auto", "auto"),
     "pack build, reference engine, wrapped": build_with("tokenizers", "wrapped"),
     "TRL: load, map, pack wrapped, save": trl_path,
+    "TRL, fast engine": trl_path,
     "bound: reference engine alone": bound(tokenize_only),
     "bound: fast engine alone": bound(tokenize_only_fast),
 }
 PEERS = {
     "datatrove: DocumentTokenizer": "datatrove",
+    "datatrove, fast engine": "datatrove",
     "litdata: optimize, TokensLoader": "litdata",
+    "litdata, fast engine": "litdata",
     "MDS: concatenate, MDSWriter": "mosaicml-streaming",
+    "MDS, fast engine": "mosaicml-streaming",
+    "Megatron: the loop of preprocess_data.py": "megatron-core",
+    "Megatron, fast engine": "megatron-core",
 }
 NAMES = sorted([*PATHS, *PEERS], key=lambda name: name.startswith("bound"))
 
@@ -130,16 +146,31 @@ def measure_path(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one path in a process of its own; wall and CPU seconds, largest process, bytes written."""
     with tempfile.TemporaryDirectory(prefix="bench-build-") as folder:
         wanted = vars(arguments) | {"scratch": f"{folder}/scratch", "result": f"{folder}/result.json", "out": ""}
+        wanted["engine"] = FAST if name.endswith(", fast engine") else "tokenizers"
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": f"{folder}/hf", "TQDM_DISABLE": "1"}
         command = [sys.executable, __file__, "--path", name, json.dumps(wanted)]
         if name in PEERS:
-            command = [str(peers.python_of(PEERS[name])), peers.__file__, "--build", PEERS[name], json.dumps(wanted)]
+            command = [str(peers.python_of(PEERS[name])), peer_builds.__file__, PEERS[name], json.dumps(wanted)]
+        if arguments.cold:
+            forget(arguments.corpus)
         wall, cpu, gib = timed(command, environment, name)
         found = json.loads(Path(wanted["result"]).read_text())
         aside = {"cache", "tokenizer"}
         kept = (path for path in Path(wanted["scratch"]).rglob("*") if path.is_file() and not aside & {*path.parts})
         size = sum(path.stat().st_size for path in kept)
+        if name.startswith("pack build"):
+            from pipeline import inspect
+
+            found["fill"] = inspect(wanted["scratch"])["fill"]
     return found | {"wall": wall, "cpu": cpu, "gib": gib, "bytes": size}
+
+
+def forget(files: list[str]) -> None:
+    """Drop files from the page cache, as if they had never been read."""
+    for file in files:
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())  # what is not on disk yet stays in memory
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def timed(command: list[str], environment: dict[str, str], name: str) -> tuple[float, float, float]:
@@ -208,16 +239,22 @@ def compare(arguments: argparse.Namespace) -> WriteUp:
         "From text to packed rows on disk",
         [
             f"{text_bytes / 1e6:.1f} MB of JSONL, {tokens[names[0]]:,} tokens, seq_len {arguments.seq_len}, "
-            f"{arguments.workers} processes. Median (range) of {arguments.repeats}, start-up included."
+            f"{arguments.workers} processes. Median (range) of {arguments.repeats}, start-up included; the corpus is "
+            + ("dropped from the page cache before each run." if arguments.cold else "in the page cache.")
         ],
         [
             ("", columns, rows),
             (f"Stages of {names[0]}, seconds over all workers", list(stages), [[f"{s:.2f}" for s in stages.values()]]),
         ],
         (differing or ["All paths kept the same tokens."])
-        + [f"{name} ran with {peers.versions(PEERS[name])}." for name in names if name in PEERS]
-        + peers.missing([PEERS[name] for name in wanted if name in PEERS]),
+        + [f"{peer} ran with {peers.versions(peer)}." for peer in peers_of(names)]
+        + peers.missing(peers_of(wanted)),
     )  # fmt: skip
+
+
+def peers_of(names: list[str]) -> list[str]:
+    """Return the environments of some paths."""
+    return list(dict.fromkeys(PEERS[name] for name in names if name in PEERS))
 
 
 def _row(name: str, runs: list[dict[str, Any]], text_bytes: int, peers: list[dict[str, Any]] | None) -> list[str]:
@@ -237,6 +274,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--paths", nargs="+", choices=NAMES, metavar="PATH", help="some of the paths, by name")
+    parser.add_argument("--chats", action="store_true", help="the corpus holds conversations, in a field messages")
+    parser.add_argument("--cold", action="store_true", help="drop the corpus from the page cache before each run")
     parser.add_argument("--no-warm-up", action="store_true", help="leave out the run that warms the page cache")
 
 

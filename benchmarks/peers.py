@@ -8,10 +8,8 @@ pip, for instance the index of a CPU build of torch.
 """
 
 import argparse
-import fileinput
 import importlib.util
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,22 +17,22 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 HOME = Path(__file__).resolve().parents[1] / ".peers"
 EXPORTING = ["click", "numpy>=2.1", "pyarrow", "rich", "xxhash"]  # what `pack export` needs there
+ENGINES = ["tokenizers>=0.22", "fastokens==0.3.5"]
 PACKAGES = {
-    "datatrove": ["datatrove[io,processing]==0.10.1", "tokenizers>=0.22", "orjson"],
-    "litdata": ["litdata==0.2.76", "tokenizers>=0.22", "torch==2.13.0", *EXPORTING],
-    "megatron-core": ["megatron-core==0.16.1", "datasets", "torch==2.13.0", *EXPORTING],
-    "mosaicml-streaming": ["mosaicml-streaming==0.13.0", "tokenizers>=0.22", "torch==2.13.0", *EXPORTING],
+    "datatrove": ["datatrove[io,processing]==0.10.1", *ENGINES, "orjson"],
+    "litdata": ["litdata==0.2.76", *ENGINES, "torch==2.13.0", *EXPORTING],
+    "megatron-core": ["megatron-core==0.16.1", "datasets", "transformers", *ENGINES, "torch==2.13.0", *EXPORTING],
+    "mosaicml-streaming": ["mosaicml-streaming==0.13.0", *ENGINES, "torch==2.13.0", *EXPORTING],
 }
 ALONE = {"megatron-core": ["megatron-bridge==0.3.1"]}  # without what they need: CUDA kernels, for a reader of files
 CHUNK_BYTES = 1 << 26  # of a file of chunks: what litdata and MDS recommend
-BATCH = 1000  # texts in one call of a tokenizer
 
 
 def python_of(peer: str) -> Path | None:
@@ -61,123 +59,6 @@ def versions(peer: str) -> str:
         f"print(', '.join(f'{{n}} {{m.version(n)}}' for n in {[peer, *names]} if n in have))"
     )
     return subprocess.run([str(python_of(peer)), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def texts_of(corpus: list[str], worker: int, workers: int) -> list[str]:
-    """Return every `workers`-th text."""
-    with fileinput.input(corpus, encoding="utf-8") as lines:
-        return [json.loads(line)["text"] for number, line in enumerate(lines) if number % workers == worker]
-
-
-def end_of_text(tokenizer: str) -> str:
-    """Return the EOS token of a tokenizer directory."""
-    token = json.loads(Path(tokenizer, "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
-    return str(token["content"] if isinstance(token, dict) else token)
-
-
-class Documents:
-    """The reference tokenizer over a share of the texts: ids, int32, one EOS at the end of each."""
-
-    def __init__(self, corpus: list[str], tokenizer: str, workers: int) -> None:
-        self.corpus, self.tokenizer, self.workers = corpus, tokenizer, workers
-
-    def __call__(self, worker: int) -> Iterator[Any]:
-        import numpy as np
-        from tokenizers import Tokenizer
-
-        reference = Tokenizer.from_file(f"{self.tokenizer}/tokenizer.json")
-        end, texts = reference.token_to_id(end_of_text(self.tokenizer)), texts_of(self.corpus, worker, self.workers)
-        for start in range(0, len(texts), BATCH):
-            for encoding in reference.encode_batch_fast(texts[start : start + BATCH]):
-                yield np.array([*encoding.ids, end], np.int32)
-
-
-def build_datatrove(corpus: list[str], tokenizer: str, scratch: str, seq_len: int, workers: int) -> int:
-    """Tokenize into datatrove's `.ds` files with its own step; it cuts to seq_len when it reads."""
-    from datatrove.executor import LocalPipelineExecutor
-    from datatrove.pipeline.readers import JsonlReader
-    from datatrove.pipeline.tokens import DocumentTokenizer
-    from tokenizers import Tokenizer
-    from tokenizers.processors import TemplateProcessing
-
-    # a task takes whole files, so each gets one; and its own `eos_token` would leave out what comes before a document
-    Path(scratch, "cache").mkdir(parents=True)
-    with fileinput.input(corpus, mode="rb") as lines, ExitStack() as stack:
-        names = [Path(scratch, "cache", f"{worker}.jsonl") for worker in range(workers)]
-        shares = [stack.enter_context(name.open("wb")) for name in names]
-        for number, line in enumerate(lines):
-            shares[number % workers].write(line)
-    made = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
-    around = [*made.encode("").tokens, end_of_text(tokenizer)]
-    made.post_processor = TemplateProcessing(
-        single=[*around[:-1], "$A", around[-1]],
-        special_tokens=[(token, made.token_to_id(token)) for token in dict.fromkeys(around)],
-    )
-    Path(scratch, "tokenizer").mkdir()
-    made.save(f"{scratch}/tokenizer/tokenizer.json")
-    LocalPipelineExecutor(
-        [
-            JsonlReader(f"{scratch}/cache", glob_pattern="*.jsonl"),
-            # its default of 10,000 documents at once took more than 12 GiB a process where documents are files
-            DocumentTokenizer(f"{scratch}/out", f"{scratch}/tokenizer/tokenizer.json", batch_size=BATCH),
-        ],
-        tasks=workers, workers=workers, logging_dir=f"{scratch}/cache/logs", start_method="fork",
-    ).run()  # fmt: skip
-    width = 4 if made.get_vocab_size() > 1 << 16 else 2
-    return sum(file.stat().st_size for file in Path(scratch, "out").glob("*.ds")) // width
-
-
-def build_litdata(corpus: list[str], tokenizer: str, scratch: str, seq_len: int, workers: int) -> int:
-    """Tokenize into litdata's chunks of tokens."""
-    from litdata import TokensLoader, optimize
-
-    optimize(
-        Tensors(corpus, tokenizer, workers), list(range(workers)), f"{scratch}/out", chunk_bytes=CHUNK_BYTES,
-        num_workers=workers, item_loader=TokensLoader(block_size=seq_len), start_method="fork", verbose=False,
-    )  # fmt: skip
-    return sum(chunk["dim"] for chunk in json.loads(Path(scratch, "out", "index.json").read_text())["chunks"])
-
-
-class Tensors(Documents):
-    """The same as tensors, which litdata takes."""
-
-    def __call__(self, worker: int) -> Iterator[Any]:
-        import torch
-
-        yield from map(torch.from_numpy, super().__call__(worker))
-
-
-def build_mosaicml(corpus: list[str], tokenizer: str, scratch: str, seq_len: int, workers: int) -> int:
-    """Tokenize, concatenate and cut into MDS samples of seq_len, as its users do; a process's last one is short."""
-    with_torchvision()
-    from streaming.base.util import merge_index
-
-    tempfile.tempdir = f"{scratch}/cache"  # it leaves a folder behind
-    Path(tempfile.tempdir).mkdir(parents=True)
-    share = Documents(corpus, tokenizer, workers)
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        tokens = sum(pool.starmap(write_mds, [(share, scratch, seq_len, worker) for worker in range(workers)]))
-    merge_index(f"{scratch}/out", keep_local=True)
-    return tokens
-
-
-def write_mds(documents: Documents, scratch: str, seq_len: int, worker: int) -> int:
-    import numpy as np
-    from streaming import MDSWriter
-
-    out, columns, total = f"{scratch}/out/{worker}", {"tokens": "ndarray:int32"}, 0
-    with MDSWriter(out=out, columns=columns, size_limit=CHUNK_BYTES) as writer:
-        held = np.zeros(0, np.int32)
-        for ids in documents(worker):
-            total += len(ids)
-            held = np.concatenate([held, ids])
-            full = len(held) // seq_len * seq_len
-            for start in range(0, full, seq_len):
-                writer.write({"tokens": held[start : start + seq_len]})
-            held = held[full:]
-        if len(held):
-            writer.write({"tokens": held})
-    return total
 
 
 def with_torchvision() -> None:
@@ -243,11 +124,6 @@ def read_mosaicml(ids: str, seq_len: int, packs: int, scratch: str) -> Callable[
     return lambda: sum(batch["tokens"].long().numel() for batch in batches)
 
 
-BUILD: dict[str, Callable[..., int]] = {
-    "datatrove": build_datatrove,
-    "litdata": build_litdata,
-    "mosaicml-streaming": build_mosaicml,
-}
 READ: dict[str, Callable[..., Callable[[], int]]] = {"litdata": read_litdata, "mosaicml-streaming": read_mosaicml}
 
 
@@ -296,15 +172,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peers", nargs="*", metavar="PEER", help=f"some of {', '.join(PACKAGES)} (default: all)")
     parser.add_argument("--pip", action="append", default=[], metavar="OPTION", help="an option for pip")
-    for what in ("--build", "--read"):
-        parser.add_argument(what, nargs=2, metavar=("PEER", "JSON"), help=argparse.SUPPRESS)
+    parser.add_argument("--read", nargs=2, metavar=("PEER", "JSON"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.build:
-        wanted = json.loads(arguments.build[1])
-        names = ("corpus", "tokenizer", "scratch", "seq_len", "workers")
-        tokens = BUILD[arguments.build[0]](**{name: wanted[name] for name in names})
-        Path(wanted["result"]).write_text(json.dumps({"tokens": tokens}))
-    elif arguments.read:
+    if arguments.read:
         serve(arguments.read[0], json.loads(arguments.read[1]))
     else:
         if unknown := set(arguments.peers) - set(PACKAGES):
