@@ -288,6 +288,25 @@ def attach_record_options(command: Any) -> Any:
     return options_of(RecordOptions, chat_template=template, **unsaid)(command)
 
 
+def cache_options(command: Any) -> Any:
+    """Attach what says where shards of a URL are kept; the command gets it as `cache`."""
+
+    @click.option("--cache-dir", help="Where shards of a URL are kept. [default: ~/.cache/shardpack/datasets]")
+    @click.option("--cache-limit", default="100GB", show_default=True, help="Most bytes of shards kept there.")
+    @wraps(command)
+    def with_cache(*arguments: Any, cache_dir: str | None, cache_limit: str, **options: Any) -> Any:
+        from shards.fetching.cache import Cache, parse_size
+        from shards.fetching.remote import is_url
+
+        named = [value for value in options.values() if isinstance(value, str | tuple)]
+        places = [place for value in named for place in ([value] if isinstance(value, str) else value)]
+        parse_size(cache_limit)
+        cache = Cache(cache_dir, cache_limit) if any(is_url(str(place)) for place in places) else None
+        return command(*arguments, cache=cache, **options)
+
+    return with_cache
+
+
 def record_options(flags: dict[str, Any]) -> RecordOptions:
     """Take the options of records out of `flags`; the kind of the records follows from the fields that are named."""
     names = settings_of(RecordOptions).keys() & flags.keys()

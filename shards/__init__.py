@@ -7,12 +7,14 @@ if TYPE_CHECKING:
     from shards.errors import FormatError as FormatError
     from shards.errors import OptionError as OptionError
     from shards.errors import PackError as PackError
+    from shards.fetching.cache import Cache as Cache
     from shards.ordering.step_order import StepOrder as StepOrder
     from shards.reader import Dataset as Dataset
     from shards.reader import Pack as Pack
     from shards.verification import verify as verify
 
 _HOMES = {
+    "Cache": "shards.fetching.cache",
     "Dataset": "shards.reader",
     "FormatError": "shards.errors",
     "OptionError": "shards.errors",
@@ -21,7 +23,7 @@ _HOMES = {
     "StepOrder": "shards.ordering.step_order",
     "verify": "shards.verification",
 }
-__all__ = ["Dataset", "FormatError", "OptionError", "Pack", "PackError", "StepOrder", "verify"]
+__all__ = ["Cache", "Dataset", "FormatError", "OptionError", "Pack", "PackError", "StepOrder", "verify"]
 
 
 def __getattr__(name: str) -> Any:

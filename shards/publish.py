@@ -7,6 +7,7 @@ All system calls go through `write`, `fsync` and `rename` below, so that tests c
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -261,3 +262,9 @@ def unseal(data: bytes, where: str, rule: str) -> dict[str, Any]:
             rule,
         )
     return dict(record)
+
+
+def hash_file(path: Path) -> str:
+    """Return the xxh3_128 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -10,7 +10,7 @@ dataset pickles as its path, so workers share the page cache instead of copies.
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from threading import Lock
@@ -18,14 +18,17 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from shards.errors import FormatError, PackError
+from shards.errors import FormatError
+from shards.fetching.cache import Cache, Kept
+from shards.fetching.mirror import Mirror
 from shards.metadata import read_index, read_manifest, read_plan, read_shard_list
 from shards.plan import Plan
+from shards.publish import hash_file
 from shards.rows import check_rows
 from shards.schema import loss_mask_of, make_layout, position_ids_of, shard_metadata
 from shards.shard import ArrowBatch, Check, Shard, columns_of
 from shards.tables.index import Index
-from shards.tables.mapped import RESTORE, check_size, hash_file
+from shards.tables.mapped import RESTORE, check_size
 from shards.tables.shard_list import ShardEntry, ShardList, SourceRun
 
 Row = dict[str, Any]
@@ -52,17 +55,26 @@ class Dataset:
     """A finished dataset: a sequence of packs.
 
     Args:
-        path: The dataset directory.
+        path: The dataset directory, or the URL of one (s3://, gs://, hf://, http://): its shards are then fetched
+            whole when they are asked for.
+        cache: For a URL: where shards are kept on this machine; a directory, a `Cache`, or None for
+            `~/.cache/shardpack/datasets` and 100 GB.
 
     Raises:
         FormatError: No dataset, an unfinished one, another format version, tables that do not fit each other, or a
             shard of the wrong size.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        if "://" in str(path):
-            raise PackError(f"{path}: is a URL; a dataset is read through memory maps. Copy it to a local disk first.")
+    def __init__(self, path: str | Path, *, cache: Cache | str | Path | None = None) -> None:
+        self._mirror: Mirror | None = None
+        self._url = str(path) if "://" in str(path) else None
+        self.location = str(path)
+        "Where the dataset lies, as it may be shown."
+        if self._url is not None:
+            self._mirror = Mirror(self._url, cache if isinstance(cache, Cache) else Cache(cache))
+            self.location = self._mirror.store.shown
+        self.path = Path(path) if self._mirror is None else self._mirror.path
+        "Its directory; of a URL the one in the cache that stands for it."
         self.manifest = read_manifest(self.path)
         "The commit of the dataset: totals, sources, facts."
         manifest = self.manifest
@@ -83,14 +95,17 @@ class Dataset:
                 f"manifest {self.manifest['totals']['packs']:,} (rule F13). {RESTORE}",
                 "F13",
             )
-        if len(self.shards) <= MAX_SIZES_CHECKED:
+        if self._mirror is None and len(self.shards) <= MAX_SIZES_CHECKED:
             _check_sizes(self.path, self.shards)
         self._maps: OrderedDict[int, Shard] = OrderedDict()
+        self._kept: dict[int, Kept] = {}
         self._hashed: set[int] = set()
         self._lock = Lock()  # the prefetch thread and the caller may map at once
 
-    def __reduce__(self) -> tuple[type["Dataset"], tuple[Path]]:
-        return (Dataset, (self.path,))
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._mirror is None:
+            return (Dataset, (self.path,))
+        return (partial(Dataset, cache=self._mirror.cache), (self._url,))
 
     def __len__(self) -> int:
         return self.shards.num_packs
@@ -99,11 +114,11 @@ class Dataset:
         return (self[number] for number in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"Dataset({str(self.path)!r}, {', '.join(f'{name} {value}' for name, value in self._figures())})"
+        return f"Dataset({self.location!r}, {', '.join(f'{name} {value}' for name, value in self._figures())})"
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in self._figures())
-        return f"<table><caption>{escape(str(self.path))}</caption>{rows}</table>"
+        return f"<table><caption>{escape(self.location)}</caption>{rows}</table>"
 
     def _figures(self) -> list[tuple[str, str]]:
         """What a person wants to know first, by name."""
@@ -123,7 +138,21 @@ class Dataset:
     @cached_property
     def plan(self) -> Plan:
         """What determined the dataset's bytes; read when it is first asked for, since it lists every window."""
+        self.file("plan.json")
         return read_plan(self.path, self.manifest)
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """Where the shards of a URL are fetched to; None for a directory."""
+        return self._mirror
+
+    def file(self, name: str) -> Path:
+        """Return a small file of the dataset, such as a sidecar; that of a URL is fetched first.
+
+        Raises:
+            FormatError: A URL has no such file.
+        """
+        return self.path / name if self._mirror is None else self._mirror.file(name)
 
     @cached_property
     def sources(self) -> list[SourceRun]:
@@ -148,6 +177,7 @@ class Dataset:
                 return shard
             entry: ShardEntry = self.shards[number]
             schema = self.layout.schema(shard_metadata(self.manifest["plan_id"], number))
+            kept = None if self._mirror is None else self._mirror.shard(entry)
             shard = Shard(self.path / entry["file"], entry["bytes"], schema, self._row_check(entry))
             if len(shard) != entry["rows"]:
                 raise FormatError(
@@ -156,9 +186,19 @@ class Dataset:
                     "F6",
                 )
             self._maps[number] = shard
-            if len(self._maps) > MAX_MAPS:
-                self._maps.popitem(last=False)  # views that are still in use keep their map alive
+            if kept is not None:
+                self._kept[number] = kept
+            while len(self._maps) > MAX_MAPS or self._maps_crowd_the_cache():
+                gone, _ = self._maps.popitem(last=False)  # views that are still in use keep their map alive
+                self._kept.pop(gone, None)
         return shard
+
+    def _maps_crowd_the_cache(self) -> bool:
+        """Whether more than half of the cache is mapped: the rest is for shards to come."""
+        if self._mirror is None or len(self._maps) < 2:
+            return False
+        sizes = self.shards.columns["bytes"]
+        return sum(int(sizes[number]) for number in self._maps) > self._mirror.cache.limit // 2
 
     def _row_check(self, entry: ShardEntry) -> Check:
         """Return what checks the batches of a shard; it holds no reference to the dataset, which holds the shard."""
@@ -193,9 +233,18 @@ class Dataset:
         for number in {self._number(int(pack)) for pack in packs} - self._hashed:
             entry: ShardEntry = self.shards[number]
             file = self.path / entry["file"]
+            kept = None if self._mirror is None else self._mirror.shard(entry)
             check_size(file, entry["bytes"])
             if hash_file(file) != entry["xxh3_128"]:
-                raise FormatError(f"{file}: does not match its checksum in the shard list (rule F4). {RESTORE}", "F4")
+                if self._mirror is None or kept is None:
+                    raise FormatError(
+                        f"{file}: does not match its checksum in the shard list (rule F4). {RESTORE}", "F4"
+                    )
+                self._mirror.cache.discard(kept)  # damaged here, on a disk that may be written to at any time
+                with self._lock:
+                    self._maps.pop(number, None)
+                    self._kept.pop(number, None)
+                self._mirror.shard(entry)  # checked as it comes
             self._hashed.add(number)
 
     def pack(self, pack: int) -> Pack:

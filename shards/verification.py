@@ -13,17 +13,20 @@ from typing import Any, Literal
 import numpy as np
 
 from shards.counts import add_counts, empty_counts, imbalance
-from shards.errors import FormatError
+from shards.errors import FormatError, SourceError, reason_of
+from shards.fetching.cache import Cache
+from shards.fetching.mirror import Mirror
+from shards.fetching.remote import hide_secrets, io_errors, is_url
 from shards.manifest import INDEX_FILE, Manifest, SourceSums, datasets_files, digest_files
 from shards.metadata import read_index, read_manifest, read_plan, read_shard_list
 from shards.plan import Plan
-from shards.publish import LocalStore, canonical
+from shards.publish import LocalStore, Store, canonical, hash_file
 from shards.rows import check_rows
 from shards.schema import layout_of, shard_metadata
 from shards.shard import Shard
 from shards.sidecar import ShardRecord, Sidecar, read_sidecar, sidecar_name
 from shards.tables.index import Index
-from shards.tables.mapped import RESTORE, TableEntry, check_size, hash_file
+from shards.tables.mapped import RESTORE, TableEntry, check_size
 from shards.tables.shard_list import SHARDS_FILE, ShardEntry, ShardList, dataset_id
 
 Level = Literal["size", "sample", "full"]
@@ -65,20 +68,27 @@ class VerifyReport:
         self.problems.append(Problem(error.rule or "F1", str(error)))
 
 
-def verify(path: str | Path, level: Level = "full", vocab_size: int | None = None) -> VerifyReport:
+def verify(
+    path: str | Path, level: Level = "full", vocab_size: int | None = None, cache: Cache | None = None
+) -> VerifyReport:
     """Check a dataset rule by rule.
 
     Args:
-        path: The dataset directory.
+        path: The dataset directory, or a URL.
         level: How much to read: size, sample or full.
         vocab_size: Also demand that every token id is below this (a model's vocabulary).
+        cache: Where shards of a URL are kept on this machine; None for the usual place.
 
     Returns:
         The report; `report.ok` is False when any rule is broken.
     """
-    root = Path(path)
-    report = VerifyReport(str(path), level)
+    report = VerifyReport(hide_secrets(str(path)), level)
     try:
+        mirror = Mirror(str(path), cache or Cache()) if is_url(str(path)) else None
+        root = Path(path) if mirror is None else mirror.path
+        store: Store = LocalStore(root) if mirror is None else mirror.store
+        if mirror is not None:
+            mirror.file("plan.json")
         manifest = read_manifest(root)
         plan = read_plan(root, manifest)
         shards = read_shard_list(root, manifest)
@@ -86,12 +96,12 @@ def verify(path: str | Path, level: Level = "full", vocab_size: int | None = Non
         report.add_error(error)
         return report
     _check_tokenizer(root, manifest, report)
-    intact = _check_files(root, shards, report)
+    intact = _check_files(store, shards, report)
     _check_table(root / SHARDS_FILE, manifest["shards"], "F17", level, report)
-    _check_sidecars(root, plan, manifest, shards, report)
-    _check_sums(root, plan, manifest, shards, report)
+    _check_sidecars(store, plan, manifest, shards, report)
+    _check_sums(store, plan, manifest, shards, report)
     index = _check_index(root, plan, manifest, level, report)
-    check = _ShardCheck(root, plan, manifest, index, vocab_size, report)
+    check = _ShardCheck(root, mirror, plan, manifest, index, vocab_size, report)
     for number in _chosen(len(shards), level):
         entry: ShardEntry = shards[number]
         if entry["file"] in intact:
@@ -119,19 +129,41 @@ def _check_tokenizer(root: Path, manifest: Manifest, report: VerifyReport) -> No
         report.add("F15", str(directory), "does not hold exactly the tokenizer files that the manifest lists")
 
 
-def _check_files(root: Path, shards: ShardList, report: VerifyReport) -> set[str]:
+def _check_files(store: Store, shards: ShardList, report: VerifyReport) -> set[str]:
     intact, listed = set(), set()
+    there = _listed(store)
     for entry in shards:
         listed |= {entry["file"], sidecar_name(entry["window"])}
+        size = there.get(entry["file"].removeprefix("shards/"))
         try:
-            check_size(root / entry["file"], entry["bytes"])
+            if isinstance(store, LocalStore):
+                check_size(store.root / entry["file"], entry["bytes"])
+            elif size is None:
+                report.add("F3", entry["file"], f"is missing; the manifest lists {entry['bytes']:,} bytes")
+                continue
+            elif size != entry["bytes"]:
+                report.add("F3", entry["file"], f"has {size:,} bytes, the manifest says {entry['bytes']:,}")
+                continue
             intact.add(entry["file"])
         except FormatError as error:
             report.add_error(error)
-    for name in sorted(LocalStore(root).sizes("shards")):
+    for name in sorted(there):
         if f"shards/{name}" not in listed:
             report.add("F3", f"shards/{name}", "is not in the shard list", "Move it away.")
     return intact
+
+
+def _listed(store: Store) -> dict[str, int]:
+    """Return the bytes of every file among the shards.
+
+    Raises:
+        SourceError: The store lets nobody list it.
+    """
+    try:
+        return store.sizes("shards")
+    except io_errors() as error:
+        fault = hide_secrets(f"{store.location}/shards: cannot be listed ({reason_of(error)})")
+        raise SourceError(f"{fault}; verifying compares what is there. Allow listing, or verify a copy.") from None
 
 
 def _check_table(file: Path, entry: TableEntry, rule: str, level: Level, report: VerifyReport) -> None:
@@ -140,9 +172,8 @@ def _check_table(file: Path, entry: TableEntry, rule: str, level: Level, report:
         report.add(rule, file.name, "does not match its checksum in the manifest")
 
 
-def _check_sidecars(root: Path, plan: Plan, manifest: Manifest, shards: ShardList, report: VerifyReport) -> None:
+def _check_sidecars(store: Store, plan: Plan, manifest: Manifest, shards: ShardList, report: VerifyReport) -> None:
     """F5, and that the figures of each source are the sums of its sidecars' (F14)."""
-    store = LocalStore(root)
     sums = SourceSums([source["name"] for source in plan["sources"]])
     complete = True
     for entry in shards:
@@ -181,7 +212,7 @@ def _sidecar_problem(sidecar: Sidecar, entry: ShardEntry, manifest: Manifest) ->
     return None
 
 
-def _check_sums(root: Path, plan: Plan, manifest: Manifest, shards: ShardList, report: VerifyReport) -> None:
+def _check_sums(store: Store, plan: Plan, manifest: Manifest, shards: ShardList, report: VerifyReport) -> None:
     totals = reduce(add_counts, (source["counts"] for source in manifest["sources"]), empty_counts())
     if wrong := imbalance(manifest["totals"]):
         report.add("F14", "manifest.json", wrong)
@@ -196,7 +227,7 @@ def _check_sums(root: Path, plan: Plan, manifest: Manifest, shards: ShardList, r
     if manifest["dataset_id"] != dataset_id(manifest["plan_id"], [columns]):
         report.add("F1", "manifest.json", "dataset_id is not the digest of plan and shards")
     for name, content in datasets_files(plan, manifest["dataset_id"], shards.files()).items():
-        if LocalStore(root).get(name) != canonical(content):
+        if store.get(name) != canonical(content):
             report.add("F16", name, "does not describe this dataset; datasets.load_from_disk would fail or mislead")
 
 
@@ -222,12 +253,14 @@ class _ShardCheck:
     def __init__(
         self,
         root: Path,
+        mirror: Mirror | None,
         plan: Plan,
         manifest: Manifest,
         index: Index | None,
         vocab_size: int | None,
         report: VerifyReport,
     ) -> None:
+        self.mirror = mirror
         self.root, self.layout, self.plan_id = root, layout_of(plan), manifest["plan_id"]
         self.index, self.report = index, report
         self.token_limit = min(vocab_size or 1 << 62, self.layout.max_token_id + 1)
@@ -235,6 +268,11 @@ class _ShardCheck:
     def run(self, entry: ShardEntry, first_pack: int) -> None:
         """Check one shard."""
         file, report = self.root / entry["file"], self.report
+        try:
+            kept = None if self.mirror is None else self.mirror.shard(entry)
+        except FormatError as error:
+            report.add_error(error)
+            return
         if hash_file(file) != entry["xxh3_128"]:
             report.add("F4", entry["file"], "does not match its checksum in the shard list")
             return
@@ -256,6 +294,8 @@ class _ShardCheck:
         report.shards_checked += 1
         report.packs_checked += len(shard)
         report.tokens_checked += tokens
+        if kept is not None:
+            kept.release()
 
     def _check_batch(self, entry: ShardEntry, shard: Shard, number: int, first_pack: int) -> dict[str, Any]:
         """Check a batch; return where the segments of which documents begin, and their real lengths."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shards.errors import PackError
+from shards.fetching.cache import DEFAULT_LIMIT, Cache, parse_size
+from shards.fetching.remote import hide_secrets, is_url
 from shards.settings import check_choices, set_path
+
+if TYPE_CHECKING:
+    from shards import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One `pack train`; what is said of a field is the help of its flag."""
 
-    dataset: Annotated[str | Path, "Dataset directory."]
+    dataset: Annotated[str | Path, "Dataset directory, or URL such as s3://bucket/dataset."]
     model: Annotated[str | Path, "Model name, directory, or config JSON (random weights)."]
     out: Annotated[str | Path, "Run directory."]
     epochs: Annotated[float, "Passes over the dataset."] = 1.0
@@ -47,10 +52,15 @@ class TrainConfig:
     )
     z_loss: Annotated[float, "Weight of the squared log-partition term."] = 0.0
     order: Annotated[
-        Literal["shuffled", "cost-grouped", "block-shuffled", "block-cost-grouped"],
-        "Order of packs; cost-grouped evens out many ranks, block-… shuffles inside blocks of shards.",
-    ] = "shuffled"
+        Literal["shuffled", "cost-grouped", "block-shuffled", "block-cost-grouped"] | None,
+        "Order of packs; cost-grouped evens out many ranks, block-… shuffles inside blocks of shards. [default: "
+        "shuffled; block-shuffled for a URL]",
+    ] = None
     shuffle_block_shards: Annotated[int, "Shards in a block of the block-… orders."] = 64
+    cache_dir: Annotated[
+        str | Path | None, "Where shards of a URL are kept. [default: ~/.cache/shardpack/datasets]"
+    ] = None
+    cache_limit: Annotated[str, "Most bytes of shards kept there."] = DEFAULT_LIMIT
     last_step: Annotated[
         Literal["drop", "pad"], "Packs that do not fill an epoch's last step: leave out, or fill up."
     ] = "drop"
@@ -83,8 +93,11 @@ class TrainConfig:
     progress: Annotated[bool, "Progress on stderr: a live line, or lines where it is no terminal."] = True
 
     def __post_init__(self) -> None:
-        set_path(self, "dataset", "model", "out", "eval", "sample")
+        set_path(self, "dataset", "model", "out", "eval", "sample", "cache_dir")
+        if self.order is None:  # settled here, so that a copy of the dataset on this machine comes in the same order
+            object.__setattr__(self, "order", "block-shuffled" if is_url(str(self.dataset)) else "shuffled")
         check_choices(self)
+        parse_size(self.cache_limit)
         for name in (
             "steps", "tokens_per_batch", "packs_per_step", "decay_steps",
             "save_every", "eval_every", "sample_every", "sample_tokens", "log_every", "keep",
@@ -144,8 +157,20 @@ class TrainConfig:
         return {name: path.strip() for name, (_, _, path) in zip(names, pairs, strict=True)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
-        return asdict(self)
+        """Return the fields as JSON-able values; URLs without what they carry to sign in."""
+        values = asdict(self)
+        places = ("dataset", "model", "eval", "checkpoint_url")
+        return values | {name: hide_secrets(values[name]) for name in places if isinstance(values.get(name), str)}
+
+    def open_dataset(self, path: str | Path) -> Dataset:
+        """Open a dataset; the shards of a URL go into the cache of this run.
+
+        Raises:
+            PackError: There is none, or the cache cannot be used.
+        """
+        from shards import Dataset
+
+        return Dataset(path, cache=Cache(self.cache_dir, self.cache_limit) if is_url(str(path)) else None)
 
 
 @dataclass(frozen=True, kw_only=True)

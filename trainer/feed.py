@@ -16,6 +16,7 @@ import torch
 
 from shards import Dataset
 from shards.cost import PAD_MULTIPLE, attention_pairs, padded_length
+from shards.fetching.ahead import ReadAhead
 from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.rectangles import plan_rectangles
 
@@ -89,7 +90,7 @@ def feed(
         `window_pairs` as ints, and what came with its ids. Its tensors belong to the caller.
     """
     filler = _Filler(dataset, tokens_per_batch, static_shapes, sliding_window, sources)
-    source, ahead = iter(batches), deque[tuple[np.ndarray, Note]]()
+    source, ahead = ReadAhead(batches, dataset.shards, dataset.mirror), deque[tuple[np.ndarray, Note]]()
     distance = max(PREFETCH, ADVISED_PACKS * dataset.seq_len // tokens_per_batch)
 
     def prepare(buffers: HostBuffers) -> tuple[HostBuffers, Batch, int, Note] | None:
@@ -117,6 +118,7 @@ def feed(
             pending.append(thread.submit(prepare, buffers))
             yield batch, note
     finally:
+        source.close()
         thread.shutdown(cancel_futures=True)
 
 

@@ -69,6 +69,8 @@ class LogInterval:
     source_tokens: np.ndarray | int = 0
     source_targets: np.ndarray | int = 0
     straggler: float = 0.0
+    fetched_bytes: int = 0
+    "Bytes that the dataset had fetched when this interval began."
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -120,7 +122,7 @@ def optimize(run: Run) -> None:
                 stop_if_not_finite(run)  # reading from a GPU waits for it, so not at every step there
             if log_now:
                 log(run, interval, norm, rate)
-                interval = LogInterval(torch.zeros((), device=run.world.device))
+                interval = LogInterval(torch.zeros((), device=run.world.device), fetched_bytes=fetched_bytes(run))
             pause = time.perf_counter()
             is_best = evaluate_now and run_evaluation(run)
             if sample_now:
@@ -208,9 +210,22 @@ def log(run: Run, interval: LogInterval, norm: torch.Tensor, rate: float) -> Non
             "step_s": elapsed / interval.steps,
             "memory_gib": memory_gib(run.world.device),
             "straggler": interval.straggler / interval.steps,
+            **_figures_of_fetching(run, interval, elapsed),
             **_figures_by_source(run.loader.sources.names, source_losses, interval),
         }
     )
+
+
+def fetched_bytes(run: Run) -> int:
+    """Return the bytes that this process has fetched of the dataset's shards."""
+    return 0 if run.dataset.mirror is None else run.dataset.mirror.fetched_bytes
+
+
+def _figures_of_fetching(run: Run, interval: LogInterval, elapsed: float) -> dict[str, float]:
+    """Return the MB/s that this process fetched, where the dataset is a URL."""
+    if run.dataset.mirror is None:
+        return {}
+    return {"fetched_mb_per_s": (fetched_bytes(run) - interval.fetched_bytes) / elapsed / 1e6}
 
 
 def _figures_by_source(names: list[str], losses: list[float], interval: LogInterval) -> dict[str, float]:

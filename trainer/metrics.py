@@ -283,4 +283,6 @@ def _describe(line: dict[str, Any]) -> str:
     ]
     if line.get("mfu") is not None:
         parts.insert(4, f"MFU {line['mfu']:.1%}")
+    if "fetched_mb_per_s" in line:
+        parts.append(f"fetched {line['fetched_mb_per_s']:,.1f} MB/s")
     return "  ".join(parts)

@@ -18,6 +18,7 @@ import torch
 from shards import Dataset
 from shards.cost import ModelCost
 from shards.errors import counted
+from shards.fetching.mirror import check_blocks
 from shards.lock import Lock
 from trainer.checks import check_datasets, check_fit
 from trainer.config import TrainConfig
@@ -113,8 +114,8 @@ def settle(config: TrainConfig, world: World) -> Settled:
         PackError: Dataset, settings and run directory do not fit.
     """
     check_outputs(config)
-    dataset = Dataset(config.dataset)
-    eval_datasets = {name: Dataset(path) for name, path in config.eval_paths().items()}
+    dataset = config.open_dataset(config.dataset)
+    eval_datasets = {name: config.open_dataset(path) for name, path in config.eval_paths().items()}
     check_datasets(dataset, eval_datasets.values(), config.force)
     checkpoints = Checkpoints(Path(config.out) / "checkpoints", config.keep, world)
     start = find_resume_point(config, checkpoints)
@@ -247,14 +248,17 @@ def make_loader(config: TrainConfig, world: World, dataset: Dataset, packs_per_s
     """Return the batches of a run, in its order.
 
     Raises:
-        PackError: Settings and dataset do not fit.
+        PackError: Settings, dataset and cache do not fit.
     """
+    if dataset.mirror is not None:
+        mixed = [name for name, _ in config.mix]
+        check_blocks(dataset.shards, dataset.mirror.cache, str(config.order), config.shuffle_block_shards, mixed)
     return PackLoader(
         dataset,
         tokens_per_batch=config.tokens_per_batch,
         packs_per_step=packs_per_step,
         seed=config.seed,
-        order=config.order,
+        order=str(config.order),
         shuffle_block_shards=config.shuffle_block_shards,
         last_step=config.last_step,
         largest_first=config.largest_first,

@@ -8,6 +8,7 @@ import click
 
 from pipeline.cli import (
     attach_record_options,
+    cache_options,
     options_of,
     record_options,
     say,
@@ -122,7 +123,10 @@ def _print_result(result: Any, as_json: bool) -> None:
     "--against", multiple=True, metavar="SOURCE", help="Re-tokenize SOURCE and find every document (repeatable)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str, ...], as_json: bool) -> None:
+@cache_options
+def verify(
+    dataset: str, level: Any, vocab_size: int | None, against: tuple[str, ...], as_json: bool, cache: Any
+) -> None:
     """Check a dataset rule by rule.
 
     Exit code 1 when any rule of docs/format.md is broken; every broken rule is one line.
@@ -136,7 +140,7 @@ def verify(dataset: str, level: Any, vocab_size: int | None, against: tuple[str,
 
     from shards.verification import verify as run_verify
 
-    report = run_verify(dataset, level, vocab_size)
+    report = run_verify(dataset, level, vocab_size, cache)
     if against and report.ok:
         from pipeline.building.audit import audit_sources
 

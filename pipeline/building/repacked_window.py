@@ -28,6 +28,7 @@ def repack_window(
 ) -> Counts:
     """Pack the documents of one window anew, publish and commit it; return its counts."""
     stages, layout = Stages(), layout_of(plan)
+    dataset.file(sidecar_name(number))  # of a URL, it is here from now on
     before = sidecar_of(LocalStore(dataset.path), number)
     with stages.time("read"):
         stored = join_documents(dataset, number)

@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from pipeline.cli import cache_options
 from shards.settings import parse_mix
 
 
@@ -16,6 +17,7 @@ from shards.settings import parse_mix
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write a page that opens offline.")
 @click.option("--strict", is_flag=True, help="Exit with code 1 when there is any warning.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON (docs/report.md).")
+@cache_options
 def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: bool, mix: Any, **options: Any) -> None:
     """Report on datasets, or on training runs.
 
@@ -53,6 +55,7 @@ def inspect(paths: tuple[str, ...], as_json: bool, html: str | None, strict: boo
 )
 @click.option("--tokens", type=click.IntRange(min=1), help="Most tokens of a segment. [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a pack.")
+@cache_options
 def show(dataset: str, as_json: bool, **options: Any) -> None:
     """Decode packs: segments, targets, special tokens.
 

@@ -81,7 +81,7 @@ def inspect_dataset(
         feedings[0]["attention_pairs"] = int(index.attention_pairs.sum())  # known exactly, no need of the histogram
     report: DatasetReport = {
         "report": REPORT_VERSION,
-        "path": str(dataset.path),
+        "path": dataset.location,
         "dataset_id": manifest["dataset_id"],
         "plan_id": manifest["plan_id"],
         "plan": plan_summary(dataset),

@@ -18,6 +18,7 @@ from pipeline.report.runs import is_run, parts_tables, read_run, runs_page, runs
 from pipeline.report.show import Decoder, decode_pack
 from pipeline.report.terminal import comparison_view, dataset_view, join_with_blank_lines, make_table
 from shards.errors import PackError
+from shards.fetching.cache import Cache
 from shards.reader import Dataset
 
 SAMPLE_PACKS = 4
@@ -29,25 +30,33 @@ class Inspection:
     """One or several datasets, or one or several runs; never both.
 
     Args:
-        paths: Dataset or run directories.
+        paths: Dataset or run directories; a dataset may be a URL.
         packs_per_step: Packs that one optimizer step consumes.
         model: Directory, config JSON or hub name of the model whose shape and limits count; None for a usual shape.
         mix: Weight by source name.
         rows: Whether to read every row.
+        cache: Where shards of a URL are kept; None for the usual place.
 
     Raises:
         PackError: A path is neither, or datasets and runs are mixed.
     """
 
     def __init__(
-        self, paths: tuple[str, ...], *, packs_per_step: int, model: str | None, mix: dict[str, float], rows: bool
+        self,
+        paths: tuple[str, ...],
+        *,
+        packs_per_step: int,
+        model: str | None,
+        mix: dict[str, float],
+        rows: bool,
+        cache: Cache | None = None,
     ) -> None:
         kinds = {is_run(path) for path in paths}
         if len(kinds) > 1:
             raise PackError(f"{paths[0]}: datasets and training runs cannot be compared; name one kind.")
         shape = load_shape(model) if model else DEFAULT_SHAPE
         self.runs = [read_run(path) for path in paths] if kinds == {True} else []
-        self.datasets = [] if self.runs else [Dataset(path) for path in paths]
+        self.datasets = [] if self.runs else [Dataset(path, cache=cache) for path in paths]
         self.reports = [_report(dataset, packs_per_step, shape, mix, rows) for dataset in self.datasets]
 
     def json(self) -> str:

@@ -19,6 +19,7 @@ from rich.text import Text
 from pipeline.formatting import format_share
 from pipeline.report.terminal import safe_text
 from shards.errors import PackError, counted
+from shards.fetching.cache import Cache
 from shards.plan import Plan
 from shards.reader import Dataset
 from shards.schema import split_doc_id
@@ -104,7 +105,7 @@ def decode_pack(
         raise PackError(f"{dataset.path}: no pack {row}; it has {len(dataset):,}, counted from 0.")
     pack, (shard, local) = dataset[row], dataset.shard_of(row)
     bounds = pack["cu_seqlens"].tolist()
-    plan, sidecar = dataset.plan, read_sidecar(dataset.path, shard["window"])
+    plan, sidecar = dataset.plan, read_sidecar(dataset, shard["window"])
     parts = parts_of(dataset, shard["window"], set(pack["doc_ids"].tolist()))
     segments = [
         {
@@ -288,13 +289,14 @@ def show_packs(
     as_json: bool,
     scores: str | None = None,
     worst: bool = False,
+    cache: Cache | None = None,
 ) -> Iterator[str]:
     """Yield what `pack show` prints, styled where stdout is a terminal that wants it.
 
     Raises:
         PackError: No such pack, document or text, or scores of another dataset.
     """
-    dataset, console = Dataset(path), Console()
+    dataset, console = Dataset(path, cache=cache), Console()
     decoder = Decoder(dataset.path / "tokenizer")
     losses = None if scores is None else read_scores(scores, dataset.dataset_id)
     rows = [row]

@@ -5,21 +5,35 @@ hashed here, uploaded whole under its content's name, and only then its sidecar;
 there is none. Add a kind of place by writing the methods of `shards.publish.Store`.
 """
 
+import errno
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, TypeVar
 
-from shards.errors import PackError, SourceError, reason_of
-from shards.publish import STALE_S, LocalStore, Store
+from shards.errors import FormatError, PackError, SourceError, reason_of
+from shards.publish import STALE_S, LocalStore, Store, hash_file
 
+T = TypeVar("T")
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+CLIENT_ERRORS = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("aiohttp", "ClientError"),
+    ("httpx", "HTTPError"),
+    ("gcsfs.retry", "HttpError"),
+)
+ATTEMPTS = 6
+BACKOFF_S = 0.5  # before the second attempt, then twice as long each time
+MISMATCHES = 2  # transfers of what is not the file that was written, until it counts as another one
 SCRATCH = "shardpack-"
 OWN_SCRATCH = re.compile(rf"{SCRATCH}\d+-[0-9a-f]+-.+")  # what `RemoteStore.scratch` names files
 
@@ -74,9 +88,9 @@ def hide_secrets(text: str) -> str:
 
 
 def io_errors() -> tuple[type[Exception], ...]:
-    """Return what files and object stores raise: botocore's own errors are no OSError."""
-    boto = sys.modules.get("botocore.exceptions")
-    return (OSError,) if boto is None else (OSError, boto.BotoCoreError)
+    """Return what files and object stores raise: some clients' own errors are no OSError."""
+    found = [getattr(sys.modules[module], name, OSError) for module, name in CLIENT_ERRORS if module in sys.modules]
+    return (OSError, *found)
 
 
 class RemoteStore:
@@ -84,6 +98,8 @@ class RemoteStore:
 
     def __init__(self, url: str) -> None:
         self.location = url.rstrip("/")
+        self.shown = hide_secrets(self.location)
+        "The location as messages may show it."
 
     @cached_property
     def _target(self) -> tuple[Any, str]:
@@ -124,6 +140,73 @@ class RemoteStore:
             return bytes(self._target[0].cat_file(self._path(name)))
         except FileNotFoundError:
             return None
+
+    def read(self, name: str) -> bytes | None:
+        """Read a whole file as it is now, trying again where the network fails; None where there is none.
+
+        Raises:
+            SourceError: It cannot be read.
+        """
+        try:
+            return self._trying(name, lambda: bytes(self._target[0].cat_file(self._path(name))))
+        except FileNotFoundError:
+            return None
+
+    def fetch(self, name: str, target: Path, size: int, digest: str, rule: str) -> None:
+        """Download a file and check it, trying again where the network fails.
+
+        Args:
+            name: The file.
+            target: Where it goes.
+            size: Its bytes, as they were listed.
+            digest: Its xxh3_128, as it was listed.
+            rule: The rule that lists them.
+
+        Raises:
+            FormatError: It is missing, or another one.
+            SourceError: It cannot be read.
+            OSError: The disk is full.
+        """
+        mismatches = 0
+
+        def transfer() -> None:
+            nonlocal mismatches
+            self._target[0].get_file(self._path(name), str(target))
+            found = target.stat().st_size
+            if found < size:  # a body that was cut short
+                raise OSError(f"only {found:,} of {size:,} bytes came")
+            if found > size or hash_file(target) != digest:
+                mismatches += 1
+                what = f"has {found:,} bytes, {size:,} are listed" if found > size else "does not match its checksum"
+                if mismatches == MISMATCHES:
+                    raise FormatError(
+                        f"{self.shown}/{name}: {what} (rule {rule}). It was replaced or damaged there: restore it.",
+                        rule,
+                    )
+                raise OSError(what)
+
+        try:
+            self._trying(name, transfer)
+        except FileNotFoundError as error:
+            raise FormatError(f"{self.shown}/{name}: is missing (rule {rule}). Restore it.", rule) from error
+
+    def _trying(self, name: str, call: Callable[[], T]) -> T:
+        for attempt in count(1):
+            try:
+                return call()
+            except FileNotFoundError:
+                raise
+            except io_errors() as error:
+                if getattr(error, "errno", None) in DISK_FULL:
+                    raise
+                if attempt == ATTEMPTS or _is_final(error):
+                    tried = f", {attempt} times in a row" if attempt > 1 else ""
+                    raise SourceError(
+                        f"{self.shown}/{name}: cannot be read ({hide_secrets(reason_of(error))}{tried}). Check the "
+                        "URL, the network, the credentials and this machine's clock."
+                    ) from None
+            time.sleep(BACKOFF_S * 2 ** (attempt - 1))
+        raise AssertionError("count never ends")
 
     def sizes(self, directory: str) -> dict[str, int]:
         """Return bytes by file name; directory "" is the root."""
@@ -167,6 +250,13 @@ class RemoteStore:
                 stale = time.time() - status.st_mtime > STALE_S
                 if stale and OWN_SCRATCH.fullmatch(path.name) and S_ISREG(status.st_mode) and status.st_uid == _user():
                     path.unlink()
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether another attempt would end the same: not allowed, or a request that the server refuses."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+    return refused or isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError"
 
 
 def _user() -> int:

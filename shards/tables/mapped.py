@@ -5,7 +5,6 @@ its length: a reader maps it and touches only the pages it asks for. Written col
 since a batch cannot be appended to. Hashing a table of up to 64 MiB at every opening costs about 10 ms.
 """
 
-import hashlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -156,9 +155,3 @@ def check_size(path: Path, expected_bytes: int, rule: str = "F3") -> None:
         raise FormatError(
             f"{path}: has {size:,} bytes, the manifest says {expected_bytes:,} (rule {rule}). {RESTORE}", rule
         )
-
-
-def hash_file(path: Path) -> str:
-    """Return the xxh3_128 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -6,7 +6,6 @@ each (`spans`), so a record's place in its file is the sum of the records that w
 """
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from shards.errors import PackError, counted
 from shards.reader import Dataset
 from shards.schema import doc_id, split_doc_id
+from shards.sidecar import sidecar_name
 
 Parts = dict[tuple[int, int], list[tuple[int, int, int]]]
 
@@ -134,12 +134,12 @@ class Provenance:
         return [file["name"] for file in files]
 
     def _sidecar(self, window: int) -> dict[str, Any]:
-        return read_sidecar(self.dataset.path, window)
+        return read_sidecar(self.dataset, window)
 
 
-def read_sidecar(path: Path, window: int) -> dict[str, Any]:
+def read_sidecar(dataset: Dataset, window: int) -> dict[str, Any]:
     """Return the sidecar of a window, unchecked; empty where it is not there."""
-    file = path / "shards" / f"{window:08d}.json"
+    file = dataset.file(sidecar_name(window))
     return dict(json.loads(file.read_bytes())) if file.exists() else {}
 
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from shards.errors import FormatError
 from shards.plan import FORMAT, VERSION, Plan, plan_id, plan_problem
-from shards.publish import unseal
+from shards.publish import hash_file, unseal
 from shards.rows import check_rows
 from shards.schema import layout_of
 from shards.shard import ArrowBatch, Shard
-from shards.tables.mapped import RESTORE, hash_file
+from shards.tables.mapped import RESTORE
 
 
 class OldBatch(NamedTuple):

@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "pipeline.packing": ANYWHERE,
     "pipeline.sources": ANYWHERE,
     "pipeline.documents": ANYWHERE | {"pipeline.sources"},
-    "pipeline.report": ANYWHERE | {"pipeline.packing"},
+    "pipeline.report": ANYWHERE | {"pipeline.cli", "pipeline.packing"},
     "pipeline.building": ANYWHERE | {"pipeline.sources", "pipeline.documents", "pipeline.packing"},
     "pipeline.estimate": ANYWHERE | {f"pipeline.{room}" for room in ("sources", "documents", "packing", "report")},
     "pipeline.export": ANYWHERE | {f"pipeline.{room}" for room in ("building", "cli", "report", "sources")},

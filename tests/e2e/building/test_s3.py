@@ -193,11 +193,6 @@ def test_a_store_without_credentials_is_one_line(s3, corpus, tokenizer_dir, monk
     assert "credentials" in result.stderr.lower()
 
 
-def test_a_dataset_is_not_opened_over_the_network(s3):
-    with pytest.raises(PackError, match=r"is a URL; .* Copy it to a local disk first"):
-        Dataset(f"s3://{BUCKET}/out")
-
-
 def test_foreign_objects_below_the_prefix_are_never_removed(s3, corpus, options):
     root, source = f"{BUCKET}/shared", (str(corpus / "*.jsonl"),)
     build(BuildConfig(sources=source, out=f"s3://{root}", **options))

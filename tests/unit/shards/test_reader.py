@@ -34,7 +34,7 @@ def test_a_dataset_says_what_it_is_in_a_notebook(write_dataset):
 
 
 def test_the_public_names_are_listed():
-    assert dir(shards) == ["Dataset", "FormatError", "OptionError", "Pack", "PackError", "verify"]
+    assert dir(shards) == ["Cache", "Dataset", "FormatError", "OptionError", "Pack", "PackError", "StepOrder", "verify"]
 
 
 def test_a_shard_of_another_size_is_found_at_opening_among_many(write_dataset):
