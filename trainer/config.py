@@ -76,6 +76,9 @@ class TrainConfig:
     shard: Annotated[Literal["none", "full"], "Weights on each device: all (none) or a slice (full)."] = "none"
     save_every: Annotated[int | None, "Steps between checkpoints. [default: only at the end]"] = None
     keep: Annotated[int, "Checkpoints kept beside the best one."] = 2
+    checkpoint_url: Annotated[
+        str | None, "URL that gets each checkpoint too, such as s3://bucket/run; --resume looks there as well."
+    ] = None
     eval: Annotated[str | Path | None, "Evaluation dataset directory, or several by name: web=DIR,code=DIR."] = None
     eval_every: Annotated[int | None, "Steps between evaluations. [default: only at the end]"] = None
     sample: Annotated[str | Path | None, "Prompts to write from: one a line, or JSONL of prompt or messages."] = None
@@ -114,6 +117,8 @@ class TrainConfig:
                 raise PackError(f"`{name}`: {getattr(self, name)}; expected 0 or more, and less than 1.")
         if not math.isfinite(self.epochs) or self.epochs <= 0:
             raise PackError(f"`epochs`: {self.epochs}; expected more than 0.")
+        if self.checkpoint_url is not None and not is_url(self.checkpoint_url):
+            raise PackError(f"`checkpoint_url`: {self.checkpoint_url!r}; expected a URL such as s3://bucket/run.")
         self.eval_paths()
         if self.eval_every and not self.eval:
             raise PackError("`eval_every`: there is no evaluation dataset; expected one. Add `eval`.")

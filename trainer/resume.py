@@ -29,7 +29,7 @@ FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", 
 UNSAID_ON_RESUME = (
     "dataset", "out", "packs_per_step", "save_every", "keep", "eval_every", "sample", "sample_every", "sample_tokens",
     "log_every", "by_source", "resume", "profile", "tensorboard", "wandb", "device", "force", "progress",
-    "cache_dir", "cache_limit",
+    "cache_dir", "cache_limit", "checkpoint_url",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from trainer.optimizer import build_optimizer
 from trainer.resume import ResumePoint, claim_directory, find_resume_point
 from trainer.samples import Sampler
 from trainer.saving.checkpoint import Checkpoints
+from trainer.saving.elsewhere import RemoteCheckpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,10 @@ def settle(config: TrainConfig, world: World) -> Settled:
     dataset = config.open_dataset(config.dataset)
     eval_datasets = {name: config.open_dataset(path) for name, path in config.eval_paths().items()}
     check_datasets(dataset, eval_datasets.values(), config.force)
-    checkpoints = Checkpoints(Path(config.out) / "checkpoints", config.keep, world)
+    elsewhere = RemoteCheckpoints(config.checkpoint_url) if config.checkpoint_url else None
+    if elsewhere is not None and world.is_main and not config.resume:
+        elsewhere.refuse_others()
+    checkpoints = Checkpoints(Path(config.out) / "checkpoints", config.keep, world, elsewhere)
     start = find_resume_point(config, checkpoints)
     loader = make_loader(config, world, dataset, config.packs_per_step or start.packs_per_step)
     start.place(loader)

@@ -190,7 +190,15 @@ class RemoteStore:
         except FileNotFoundError as error:
             raise FormatError(f"{self.shown}/{name}: is missing (rule {rule}). Restore it.", rule) from error
 
-    def _trying(self, name: str, call: Callable[[], T]) -> T:
+    def send(self, file: Path, name: str) -> None:
+        """Upload a file whole, trying again where the network fails.
+
+        Raises:
+            SourceError: It cannot be written.
+        """
+        self._trying(name, lambda: self._target[0].put_file(str(file), self._path(name)), "written")
+
+    def _trying(self, name: str, call: Callable[[], T], verb: str = "read") -> T:
         for attempt in count(1):
             try:
                 return call()
@@ -202,7 +210,7 @@ class RemoteStore:
                 if attempt == ATTEMPTS or _is_final(error):
                     tried = f", {attempt} times in a row" if attempt > 1 else ""
                     raise SourceError(
-                        f"{self.shown}/{name}: cannot be read ({hide_secrets(reason_of(error))}{tried}). Check the "
+                        f"{self.shown}/{name}: cannot be {verb} ({hide_secrets(reason_of(error))}{tried}). Check the "
                         "URL, the network, the credentials and this machine's clock."
                     ) from None
             time.sleep(BACKOFF_S * 2 ** (attempt - 1))
@@ -229,6 +237,11 @@ class RemoteStore:
         """Remove one file."""
         with suppress(FileNotFoundError):
             self._target[0].rm_file(self._path(name))
+
+    def remove_directory(self, name: str) -> None:
+        """Remove a directory that is empty, where the place has directories."""
+        with suppress(OSError):
+            self._target[0].rmdir(self._path(name))
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Upload `data` unless there is such a file; return whether it was uploaded."""

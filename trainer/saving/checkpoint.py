@@ -28,10 +28,10 @@ from torch import nn
 from shards.errors import PackError, reason_of
 from trainer.distributed import World
 from trainer.metrics import say
+from trainer.saving.elsewhere import SEAL, RemoteCheckpoints
 from trainer.saving.slices import SliceReader, stage, write
 
 VERSION = 2
-SEAL = "checkpoint.json"
 
 
 class Checkpoints:
@@ -40,10 +40,12 @@ class Checkpoints:
     Args:
         root: Directory that holds them; made on the first save.
         keep: Newest checkpoints kept beside the best one, at least 1.
+        elsewhere: Where each sealed checkpoint is uploaded too; None for nowhere.
     """
 
-    def __init__(self, root: Path, keep: int, world: World) -> None:
-        self.root, self.keep, self.world = root, keep, world
+    def __init__(self, root: Path, keep: int, world: World, elsewhere: RemoteCheckpoints | None = None) -> None:
+        self.root, self.keep, self.world, self.elsewhere = root, keep, world, elsewhere
+        self._not_uploaded = ""
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
@@ -78,6 +80,7 @@ class Checkpoints:
             self._agree(fault)
             if self.world.is_main:
                 self._publish(temporary, final, content, best)
+                self._upload(final, best)
 
         self._pending = self._thread.submit(finish)
 
@@ -98,15 +101,23 @@ class Checkpoints:
             ) from error
 
     def close(self) -> None:
-        """Finish the last save; after this every process sees it."""
+        """Finish the last save; after this every process sees it.
+
+        Raises:
+            PackError: It cannot be written, or is not where it was to be uploaded.
+        """
         self.wait()
         self._barrier()
         self._thread.shutdown()
+        if self._not_uploaded:
+            raise PackError(self._not_uploaded)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint whose files match their hashes, the same on every process."""
         found = [None]
         if self.world.is_main:
+            if self.elsewhere is not None:
+                self.elsewhere.fetch_newest(self.root, self._is_intact)
             found = [next((str(path) for path in reversed(self._all()) if self._is_intact(path)), None)]  # type: ignore[list-item]
         if self.world.size > 1:
             dist.broadcast_object_list(found, src=0, group=self._group)
@@ -202,6 +213,17 @@ class Checkpoints:
         for path in self._all():
             if path.name not in kept:
                 shutil.rmtree(path)
+
+    def _upload(self, final: Path, best: bool) -> None:
+        """Upload a checkpoint; a failure is said, and ends the run only if the next ones fail too, up to the last."""
+        if self.elsewhere is None:
+            return
+        self._not_uploaded = ""
+        try:
+            self.elsewhere.upload(final, self.keep, best)
+        except PackError as error:
+            self._not_uploaded = f"{error} The checkpoint is intact in {final}: copy it there, or run with `resume`."
+            say(self._not_uploaded)
 
     def _all(self) -> list[Path]:
         return sorted(self.root.glob("step-*"))

@@ -103,6 +103,23 @@ def test_a_run_goes_on_with_an_empty_cache_as_on_another_machine(directory, llam
     assert [line["loss"] for line in lines_of(whole)] == [line["loss"] for line in lines_of(parts)]
 
 
+def test_a_run_goes_on_from_a_checkpoint_on_s3(s3, directory, llama, tmp_path):
+    run = ("--model", llama, "--packs-per-step", "4", "--dtype", "fp32", "--log-every", "1", "--device", "cpu")
+    run = (*run, "--schedule", "constant", "--save-every", "1")
+    there = ("--checkpoint-url", "s3://datasets/runs/first")
+    pack("train", directory, *run, "--steps", "5", "--out", str(tmp_path / "whole"))
+    pack("train", directory, *run, "--steps", "3", "--out", str(tmp_path / "here"), *there)
+    pack("train", directory, *run, "--steps", "5", "--out", str(tmp_path / "elsewhere"), "--resume", *there)
+    losses = [line["loss"] for line in lines_of(tmp_path / "elsewhere")]
+    assert losses == [line["loss"] for line in lines_of(tmp_path / "whole")][3:]
+    s3.invalidate_cache()
+    names = sorted(Path(path).name for path in s3.ls("datasets/runs/first"))
+    assert names == ["step-00000004", "step-00000005"]
+    result = pack("train", directory, *run, "--steps", "5", "--out", str(tmp_path / "other"), *there, code=1)
+    assert "--checkpoint-url" in result.stderr
+    assert "holds step-00000005 of a run already" in result.stderr
+
+
 def test_a_cache_below_two_blocks_is_refused_before_anything_is_fetched(directory, llama, gets, tmp_path):
     flags = (
         "--model",
