@@ -4,6 +4,8 @@ import pickle
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import fsspec
@@ -231,7 +233,7 @@ def test_closing_before_the_end_ends_every_thread(store, tmp_path):
     ahead.close()
     with pytest.raises(StopIteration):
         next(ahead)
-    assert not any(thread.name.startswith(("fetch", "plan")) for thread in __import__("threading").enumerate())
+    assert not any(thread.name.startswith(("fetch", "plan")) for thread in enumerate_threads())
 
 
 def test_a_cache_below_two_blocks_is_refused(here, store, tmp_path):
@@ -251,3 +253,20 @@ def test_a_cache_below_two_blocks_is_refused(here, store, tmp_path):
     check_blocks(dataset.shards, Cache(tmp_path / "cache", mixed), "block-shuffled", 2, ["part-0", "part-1"])
     with pytest.raises(OptionError, match="`cache_limit`"):
         check_blocks(dataset.shards, Cache(tmp_path / "cache", mixed - 1), "block-shuffled", 2, ["part-0", "part-1"])
+
+
+def test_items_are_planned_before_they_are_asked_for(here):
+    planned_far = Event()
+
+    def items() -> Iterator[tuple[np.ndarray, int]]:
+        for number in range(60):
+            if number == 20:
+                planned_far.set()
+            yield np.array([0]), number
+
+    dataset = Dataset(here)
+    ahead = ReadAhead(items(), dataset.shards, None)
+    assert next(ahead)[1] == 0
+    assert planned_far.wait(60)  # nobody asked for the second
+    assert [note for _, note in ahead] == list(range(1, 60))
+    ahead.close()
