@@ -5,6 +5,8 @@ EOS id, and like a line of JSONL it belongs to the slice in which its first toke
 """
 
 import os
+import tokenize
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,11 +15,13 @@ import numpy.typing as npt
 
 from pipeline.config import RecordOptions
 from pipeline.sources.tokenized import Ragged
-from shards.errors import SourceError
+from shards.errors import SourceError, reason_of
 from shards.fetching.remote import is_url, reaching
 
 MAGIC = b"MMIDIDX\0\0"
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # Megatron's codes of integers
+# numpy reads a header with Python's own parser, and lets what that says of a broken one through
+BROKEN_HEADER = (ValueError, EOFError, SyntaxError, tokenize.TokenError, TypeError, OverflowError)
 SEARCHED_TOKENS = 1 << 20
 BATCH_TOKENS = 1 << 20
 
@@ -52,13 +56,19 @@ def open_tokens(location: str, name: str, kind: str, options: RecordOptions) -> 
             raise SourceError(f"{name}: is a stream of token ids; expected the id that ends documents. Give `eos_id`.")
         if kind == "bin":
             return TokenFile(_mapped(location, name, np.dtype(options.token_type)), None)
-        try:
-            ids = np.lib.format.open_memmap(location, mode="r")
-        except (ValueError, EOFError) as error:
-            raise SourceError(f"{name}: cannot be read as .npy ({error}). Write the file again.") from None
+        ids = _open_npy(location, name)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise SourceError(f"{name}: holds {ids.dtype} of shape {ids.shape}; expected one row of integer ids.")
     return TokenFile(ids, None)
+
+
+def _open_npy(location: str, name: str) -> npt.NDArray[Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a header that is read as one of Python 2
+            return np.lib.format.open_memmap(location, mode="r")
+    except BROKEN_HEADER as error:
+        raise SourceError(f"{name}: cannot be read as .npy ({reason_of(error)}). Write the file again.") from None
 
 
 def is_megatron(location: str) -> bool:
