@@ -1,6 +1,7 @@
 """Check parsed JSON against the TypedDict that describes it, so that code which reads it can trust its types."""
 
 import types
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 
@@ -16,9 +17,9 @@ def mismatch(value: Any, kind: Any, where: str = "") -> str | None:
     Example:
         `mismatch({"a": [1, "2"]}, A)`, where A has `a: list[int]`, returns "a[1] is a str; expected int".
     """
-    origin = get_origin(kind)
-    if kind is Any:
+    if kind is Any or type(value) is kind or _is_table(value, kind):
         return None
+    origin = get_origin(kind)
     if is_typeddict(kind):
         return _record_mismatch(value, kind, where)
     if origin in (Union, types.UnionType):
@@ -41,6 +42,19 @@ def mismatch(value: Any, kind: Any, where: str = "") -> str | None:
     return f"{where or 'the file'} is a {type(value).__name__}; expected {getattr(expected, '__name__', expected)}"
 
 
+def _is_table(value: Any, kind: Any) -> bool:
+    """Tell rows of whole numbers at a glance: in 100,000 sidecars, they are nearly all there is to check."""
+    if kind != list[list[int]] or type(value) is not list:
+        return False
+    return all(type(row) is list and set(map(type, row)) <= {int} for row in value)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Return the types of a TypedDict's fields, without NotRequired around them."""
+    return get_type_hints(kind)
+
+
 def uneven(rows: list[list[int]], width: int, where: str) -> str | None:
     """Return which row of a table in JSON has not `width` numbers of 0 or more, or None."""
     for place, row in enumerate(rows):
@@ -55,7 +69,7 @@ def _record_mismatch(value: Any, kind: Any, where: str) -> str | None:
     missing = sorted(kind.__required_keys__ - value.keys())
     if missing:
         return f"{where + '.' if where else ''}{missing[0]} is missing"
-    hints = get_type_hints(kind)  # without NotRequired around them
+    hints = _hints(kind)
     found = (
         mismatch(value[key], hint, f"{where}.{key}" if where else key) for key, hint in hints.items() if key in value
     )

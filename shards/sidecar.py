@@ -17,6 +17,7 @@ from shards.publish import Store, unseal
 from shards.records import mismatch, uneven
 
 TABLES = {"lengths": 3, "segment_lengths": 3, "spans": 5}  # tables of a sidecar, and numbers in a row
+ONE_THREAD = pa.ipc.IpcReadOptions(use_threads=False)  # waking threads costs more than these few columns
 MAX_LONGEST = 10  # over-long documents named in a report
 
 
@@ -172,7 +173,8 @@ def decode_index(sidecar: Sidecar, schema: pa.Schema, where: str) -> pa.Table:
         FormatError: They are not what the sidecar says they are.
     """
     try:
-        table = pa.ipc.open_stream(base64.b64decode(sidecar["index"], validate=True)).read_all()
+        data = base64.b64decode(sidecar["index"], validate=True)
+        table = pa.ipc.open_stream(data, options=ONE_THREAD).read_all()
         table.validate(full=True)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise FormatError(
