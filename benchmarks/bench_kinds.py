@@ -29,8 +29,9 @@ def measure(arguments: argparse.Namespace) -> WriteUp:
     if absent := [kind for kind, file in files.items() if not file.is_file()]:
         sys.exit(f"not there: {', '.join(absent)}; `python benchmarks/corpora.py {' '.join(absent)}` makes them.")
     rows = [row for kind, file in files.items() for row in rows_of(kind, file, arguments)]
-    columns = ["text", "page cache", "MB", "tokens", "wrapped, s", "best fit, s", "engine alone, s", "wrapped / engine"]
-    columns += ["B/token", "fill rate, best fit", "packs above bound by window", "above bound of the whole list"]
+    columns = ["text", "page cache", "MB", "tokens", "wrapped, s", "best fit, s", "engine alone, s"]
+    columns += ["wrapped / engine", "CPU s of the same", "B/token", "fill rate, best fit"]
+    columns += ["packs above bound by window", "above bound of the whole list"]
     return WriteUp(
         "Builds of several kinds of text beside their tokenizer engine",
         [
@@ -45,6 +46,7 @@ def measure(arguments: argparse.Namespace) -> WriteUp:
 def rows_of(kind: str, file: Path, arguments: argparse.Namespace) -> list[list[str]]:
     """Measure one corpus, warm and cold."""
     walls: dict[tuple[bool, str], list[float]] = {}
+    cpus: dict[tuple[bool, str], list[float]] = {}
     last: dict[str, dict[str, Any]] = {}
     for repeat in range(arguments.repeats + (not arguments.quick)):  # the first warms the page cache
         for cold, name in product((False, True), (WRAPPED, BEST_FIT, BOUND)):
@@ -55,15 +57,17 @@ def rows_of(kind: str, file: Path, arguments: argparse.Namespace) -> list[list[s
             tell(f"{kind}, {'cold' if cold else 'warm'}, {name}: {last[name]['wall']:.2f} s")
             if repeat or arguments.quick:
                 walls.setdefault((cold, name), []).append(last[name]["wall"])
+                cpus.setdefault((cold, name), []).append(last[name]["cpu"])
     rows = []
     for cold in (False, True):
         wrapped, best_fit, alone = (walls[cold, name] for name in (WRAPPED, BEST_FIT, BOUND))
         ratio = statistics.median(wrapped) / statistics.median(alone)
+        cpu = statistics.median(cpus[cold, WRAPPED]) / statistics.median(cpus[cold, BOUND])
         fill, packs = last[BEST_FIT]["fill"], sum(count for _, count in last[BEST_FIT]["fill"]["histogram"])
         rows.append(
             [
                 kind, "cold" if cold else "warm", f"{file.stat().st_size / 1e6:.1f}", f"{last[WRAPPED]['tokens']:,}",
-                middle(wrapped), middle(best_fit), middle(alone), figure(ratio),
+                middle(wrapped), middle(best_fit), middle(alone), figure(ratio), figure(cpu),
                 f"{last[WRAPPED]['bytes'] / last[WRAPPED]['tokens']:.2f}",
                 f"{fill['rate']:.3%}", f"{packs / fill['min_packs_of_windows'] - 1:.3%}",
                 f"{packs / fill['min_packs'] - 1:.3%}",

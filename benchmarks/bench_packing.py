@@ -2,7 +2,8 @@
 
 Lengths only, no tokens copied (but by TRL, whose packer cannot do without). Seconds are CPU seconds of this process,
 one core; each figure is the median of `--repeats` runs after one warm-up, with the range. "above" is the distance to
-the lower bound (max of total / capacity and Martello-Toth L2). Distributions: see `DISTRIBUTIONS`.
+the lower bound (max of total / capacity and Martello-Toth L2). Distributions: see `DISTRIBUTIONS`; `real` draws from
+the lengths of English text that anyone can get, counted in `lengths.json` (`length_histogram.py` made it).
 
     python benchmarks/bench_packing.py --quick      # seconds, to see that it works
     python benchmarks/bench_packing.py              # all cases, about half an hour, writes benchmarks/results/
@@ -10,6 +11,7 @@ the lower bound (max of total / capacity and Martello-Toth L2). Distributions: s
 
 import argparse
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -48,6 +50,13 @@ def adversarial(seq_len: int, n: int) -> np.ndarray:
     return np.repeat(sizes, [6 * copies, 6 * copies, 6 * copies, 12 * copies])
 
 
+def real(rng: np.random.Generator, n: int, seq_len: int) -> np.ndarray:
+    """Draw from the lengths of a corpus, long ones cut."""
+    found = json.loads(Path(__file__).with_name("lengths.json").read_text())
+    shares = np.array(found["documents"]) / sum(found["documents"])
+    return rng.permutation(split_long(rng.choice(found["lengths"], n, p=shares), seq_len))[:n]
+
+
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
     "sft": lambda rng, n, c: np.clip(lognormal(rng, n, 300, 1.0), 1, min(8192, c)),
     "web": lambda rng, n, c: rng.permutation(split_long(lognormal(rng, n, 500, 1.4).clip(1), c))[:n],
@@ -55,6 +64,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] 
     "chat": lambda rng, n, c: np.clip(lognormal(rng, n, 60, 0.8), 1, c),
     "adv": lambda rng, n, c: np.where(np.arange(n) % 2, c // 2, c // 3) + rng.integers(1, c // 50, n),
     "adv119": lambda rng, n, c: adversarial(c, n),
+    "real": real,
     "mid": lambda rng, n, c: np.clip(lognormal(rng, n, 0.3 * c, 0.35), c // 8, c),
 }
 
