@@ -183,8 +183,9 @@ class _Finder:
             refuse_own(argument, self._exclude)
             return self._expand_directory(walk, argument, argument, options)
         if not os.path.lexists(argument):
-            name = argument.partition("=")[0] if "=" in argument else "/"
-            hint = "" if "/" in name else " A name before = takes letters, digits, _, . and - alone."
+            name, equals, path = argument.partition("=")
+            meant = bool(equals) and ("/" not in name or os.path.lexists(os.path.expanduser(path)))
+            hint = " A name before = takes letters, digits, _, . and - alone." if meant else ""
             raise SourceError(f"{argument}: no such file or directory; expected a SOURCE. Check the path.{hint}")
         return [_local(argument, os.path.basename(argument), options)]
 

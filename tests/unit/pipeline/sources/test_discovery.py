@@ -86,6 +86,7 @@ def test_the_order_and_the_plan_do_not_depend_on_where_the_corpus_lies(tree, tmp
         (lambda root: [f"{root}/pic.png"], "pic.png: cannot tell the format"),
         (lambda root: ["hf:"], "hf: names no dataset"),
         (lambda root: ["my data=a.jsonl"], r"A name before = takes letters, digits"),
+        (lambda root: [f"web/en={root}/a.jsonl"], r"no such file or directory; .* A name before = takes"),
         (lambda root: [f"{root}/a.jsonl", f"{root}/a.jsonl"], "a.jsonl is given twice"),
         (lambda root: [f"{root}/*.jsonl", f"{root}"], "is given twice"),
         (lambda root: [], "no SOURCE given"),
