@@ -221,6 +221,12 @@ class Dataset:
         place = shard.batch_of(row)
         return shard.batch(place), row - shard.starts[place]
 
+    def batches(self, shard: int) -> Iterator[tuple[int, ArrowBatch]]:
+        """Yield the record batches of a shard, checked, each with its first pack."""
+        opened, first = self._shard(shard), self.shards.first_packs[shard]
+        for place in range(opened.num_batches):
+            yield first + opened.starts[place], opened.batch(place)
+
     def check_hashes(self, packs: Iterable[int]) -> None:
         """Check the shards that hold these packs against their hashes, each once in the life of this object.
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from shards import Dataset, PackError
-from shards.cost import padded_length
 from shards.errors import OptionError
 from shards.ordering.block_order import SHUFFLE_BLOCK_SHARDS, BlockOrder
+from shards.ordering.of_dataset import order_of
 from shards.ordering.step_order import BLOCK_ORDERS, StepOrder
 from shards.tables.index import Index
 from trainer.batch import Batch
@@ -130,31 +130,15 @@ class PackLoader:
         chosen: dict[str, Any] = {
             "seed": seed, "order": order, "last_step": last_step, "mix": mix, "mix_by": mix_by, "mix_stop": mix_stop,
         }  # fmt: skip
-        sizes: dict[str, Any] = {
-            "packs_per_step": self.packs_per_step,
-            "packs_per_batch": self.tokens_per_batch // dataset.seq_len,
-        }
-        self.order: StepOrder | BlockOrder
+        self.order: StepOrder | BlockOrder = order_of(
+            dataset, packs_per_step=self.packs_per_step, tokens_per_batch=self.tokens_per_batch,
+            shuffle_block_shards=shuffle_block_shards, largest_first=largest_first, **chosen,
+        )  # fmt: skip
+        "Which packs make which step."
         if order in BLOCK_ORDERS:
-            if bucketed or largest_first:
-                what = "a bucketed dataset" if bucketed else "largest_first"
-                raise OptionError("order", f"{order} does not go with {what}. Use the order shuffled or cost-grouped.")
-            counts = [source["counts"] for source in dataset.manifest["sources"]]
-            sizes["block_shards"] = shuffle_block_shards
-            self.order = BlockOrder(dataset.shards, dataset.index, counts, **sizes, **chosen)
             chosen["shuffle_block_shards"] = shuffle_block_shards
         else:
-            self.order = StepOrder(
-                dataset.index,
-                padded_len=padded_length(dataset.index.max_seqlen, dataset.seq_len) if bucketed else None,
-                tokens_per_batch=self.tokens_per_batch,
-                sources=dataset.sources,
-                largest_first=largest_first,
-                **sizes,
-                **chosen,
-            )
             chosen["largest_first"] = largest_first
-        "Which packs make which step."
         self.steps_per_epoch = self.order.steps_per_epoch
         self._fixed = chosen | {
             "mix": [list(pair) for pair in mix],

@@ -31,6 +31,7 @@ from shards.errors import PackError
 from shards.text import printable
 from trainer.config import TrainConfig
 from trainer.model.loss import unwrap
+from trainer.saving.metric_lines import step_of
 
 # dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets
 PEAK_FLOPS = {
@@ -142,7 +143,7 @@ class Metrics:
         path = out / "metrics.jsonl"
         kept = []
         if start and path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= start]
+            kept = [line for line in path.read_text().splitlines() if step_of(line) <= start]
         path.write_text("".join(line + "\n" for line in kept))
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -253,19 +254,6 @@ def _droppable() -> Iterator[None]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)  # what libraries write later goes there too
         os.close(nowhere)
-
-
-def last_step(path: Path) -> int:
-    """Return the last step that a metrics.jsonl tells of, 0 where there is none."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max((step for line in lines if (step := _step(line)) != sys.maxsize), default=0)
-
-
-def _step(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return sys.maxsize  # the half line of a killed run
 
 
 def _one_line(text: str) -> Text:

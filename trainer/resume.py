@@ -20,9 +20,10 @@ from shards.publish import LocalStore
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.loader import PackLoader
-from trainer.metrics import last_step, say
+from trainer.metrics import say
 from trainer.optimizer import describe_schedule, learning_rate
 from trainer.saving.checkpoint import Checkpoints
+from trainer.saving.metric_lines import last_step
 
 FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean
 # no part of what is trained; a change of packs per step is refused by the loader

@@ -167,12 +167,17 @@ def parts_of(dataset: Dataset, window: int, records: set[int]) -> Parts:
         For each document (`doc_id`, `doc_part`): first token, tokens, pack of each segment.
     """
     parts: Parts = {}
-    shards = dataset.shards  # one a window, in order
-    first = int(shards.columns["first_pack"][window]) if window < len(shards) else 0
-    for row in range(first, first + shards[window]["rows"]) if window < len(shards) else ():
-        pack = dataset[row]
-        columns = (pack["doc_ids"], pack["doc_parts"], pack["doc_offsets"], np.diff(pack["cu_seqlens"]))
-        for record, part, offset, tokens in zip(*(column.tolist() for column in columns), strict=True):
-            if record in records:
-                parts.setdefault((record, part), []).append((offset, tokens, row))
+    if window >= len(dataset.shards):
+        return parts
+    wanted = np.fromiter(records, np.int64, len(records))
+    for first, batch in dataset.batches(window):
+        ids, bounds = batch.lists["doc_ids"]
+        for place in np.flatnonzero(np.isin(ids, wanted)).tolist():
+            row = int(np.searchsorted(bounds, place, side="right")) - 1
+            lengths = batch.row("segment_lens", row) if "segment_lens" in batch.lists else None
+            segment = place - int(bounds[row])
+            cu_seqlens = batch.row("cu_seqlens", row)
+            tokens = int(lengths[segment] if lengths is not None else cu_seqlens[segment + 1] - cu_seqlens[segment])
+            part, offset = (int(batch.row(name, row)[segment]) for name in ("doc_parts", "doc_offsets"))
+            parts.setdefault((int(ids[place]), part), []).append((offset, tokens, first + row))
     return {document: sorted(found) for document, found in parts.items()}

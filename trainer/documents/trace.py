@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 import numpy as np
-import torch
 
 from shards import Dataset
 from shards.errors import PackError, reason_of
+from shards.ordering.block_order import BlockOrder
+from shards.ordering.of_dataset import order_of
+from shards.ordering.step_order import StepOrder
 from shards.schema import split_doc_id
 from shards.tables.provenance import Provenance, parts_of
 from shards.tables.scores import Scores, read_scores
 from trainer.config import TrainConfig
-from trainer.distributed import World
-from trainer.metrics import last_step
-from trainer.run import make_loader
+from trainer.saving.metric_lines import last_step
 
 
 class DocumentName(TypedDict):
@@ -102,15 +102,15 @@ class RunTrace:
     def __init__(self, run: str | Path, *, dataset: str | Path | None = None, scores: str | Path | None = None) -> None:
         self.run = Path(run)
         order = _read_order(self.run)
-        self.dataset = Dataset(dataset or order.config.dataset)
+        self.dataset = order.config.open_dataset(dataset or order.config.dataset)
         if order.dataset_id is not None and order.dataset_id != self.dataset.dataset_id:
             raise PackError(
                 f"{self.dataset.path}: is dataset {self.dataset.dataset_id[:12]}; expected {order.dataset_id[:12]}, "
                 f"which {self.run} was trained on. Name that one with `dataset`."
             )
-        self.loader = make_loader(order.config, World(device=torch.device("cpu")), self.dataset, order.packs_per_step)
-        steps_per_epoch = self.loader.steps_per_epoch
-        self.num_steps = order.config.steps or max(1, round(order.config.epochs * steps_per_epoch))
+        self.order = _remake(order, self.dataset)
+        "Which packs make which step."
+        self.num_steps = order.config.steps or max(1, round(order.config.epochs * self.order.steps_per_epoch))
         "Steps of the whole run."
         self.steps_taken = last_step(self.run / "metrics.jsonl")
         "Steps that its metrics tell of."
@@ -136,7 +136,7 @@ class RunTrace:
                 f"`step`: {number:,}; expected 1 to {self.num_steps:,}, the steps of {self.run}. Choose one of them."
             )
         segments: list[SeenSegment] = []
-        packs = self.loader.packs_of(number - 1)
+        packs = self._packs_of(number - 1)
         for pack in packs.tolist():
             row = self.dataset[pack]
             bounds = row["cu_seqlens"].tolist()
@@ -148,7 +148,7 @@ class RunTrace:
             ]
         return {
             "step": number,
-            "epoch": (number - 1) // self.loader.steps_per_epoch + 1,
+            "epoch": (number - 1) // self.order.steps_per_epoch + 1,
             "taken": number <= self.steps_taken,
             "packs": len(packs),
             "tokens": sum(segment["tokens"] for segment in segments),
@@ -172,6 +172,9 @@ class RunTrace:
             raise PackError(f"`doc`: {text}; no pack holds any token of it: {reason}. See pack inspect.")
         return traces
 
+    def _packs_of(self, number: int) -> np.ndarray:
+        return self.order.step_packs(*divmod(number, self.order.steps_per_epoch))
+
     def _documents(self, document: int) -> list[DocumentTrace]:
         traces: list[DocumentTrace] = []
         for (_, part), segments in sorted(parts_of(self.dataset, split_doc_id(document)[0], {document}).items()):
@@ -189,14 +192,14 @@ class RunTrace:
         return traces
 
     def _sightings(self, tokens_in: dict[int, int]) -> list[Sighting]:
-        steps_per_epoch, packs = self.loader.steps_per_epoch, np.array(list(tokens_in))
+        steps_per_epoch, packs = self.order.steps_per_epoch, np.array(list(tokens_in))
         sightings: list[Sighting] = []
         for epoch in range(-(-self.num_steps // steps_per_epoch)):
-            for step in self.loader.order.steps_of(epoch, packs).tolist():
+            for step in self.order.steps_of(epoch, packs).tolist():
                 number = epoch * steps_per_epoch + step
                 if number >= self.num_steps:
                     break
-                here = self.loader.packs_of(number).tolist()
+                here = self._packs_of(number).tolist()
                 served = [pack for pack in here if pack in tokens_in]  # a mix may serve a pack twice in a step
                 sightings.append(
                     {
@@ -219,6 +222,24 @@ class RunTrace:
             "record": record.number if record else None,
             "loss": self.scores.loss_of(document, part) if self.scores else None,
         }
+
+
+def _remake(order: _Order, dataset: Dataset) -> StepOrder | BlockOrder:
+    config = order.config
+    tokens_per_batch = config.tokens_per_batch or dataset.seq_len
+    return order_of(
+        dataset,
+        order=str(config.order),
+        packs_per_step=order.packs_per_step or tokens_per_batch // dataset.seq_len,
+        tokens_per_batch=tokens_per_batch,
+        shuffle_block_shards=config.shuffle_block_shards,
+        largest_first=config.largest_first,
+        seed=config.seed,
+        last_step=config.last_step,
+        mix=config.mix,
+        mix_by=config.mix_by,
+        mix_stop=config.mix_stop,
+    )
 
 
 def _read_order(run: Path) -> _Order:

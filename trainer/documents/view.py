@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.text import Text
 
 from pipeline.report.terminal import make_table, print_view, safe_text
 from shards.errors import counted
-from trainer.documents.score import ScoreSummary
 from trainer.documents.trace import DocumentName, DocumentTrace, StepTrace
+
+if TYPE_CHECKING:
+    from trainer.documents.score import ScoreSummary
 
 FIGURES: tuple[Literal["pack", "tokens", "targets"], ...] = ("pack", "tokens", "targets")
 
