@@ -27,6 +27,10 @@ class TrainConfig:
     steps: Annotated[int | None, "Optimizer steps, instead of --epochs."] = None
     tokens_per_batch: Annotated[int | None, "Tokens in a micro-batch on one device. [default: one pack]"] = None
     packs_per_step: Annotated[int | None, "Packs in a step over all devices. [default: one micro-batch on each]"] = None
+    optimizer: Annotated[
+        Literal["adamw", "adamw-8bit", "muon", "adafactor"],
+        "adamw-8bit keeps moments in 8 bits, muon moves matrices of linear layers, adafactor keeps rows and columns.",
+    ] = "adamw"
     lr: Annotated[float, "Highest learning rate."] = 2e-5
     min_lr: Annotated[float, "Learning rate at the end."] = 0.0
     schedule: Annotated[
@@ -36,8 +40,8 @@ class TrainConfig:
     warmup_steps: Annotated[int, "Steps of linear warm-up."] = 0
     decay_steps: Annotated[int | None, "Steps of the final decay of wsd. [default: a fifth of the run]"] = None
     weight_decay: Annotated[float, "Weight decay of matrices; norms and biases have none."] = 0.1
-    beta1: Annotated[float, "First beta of AdamW."] = 0.9
-    beta2: Annotated[float, "Second beta of AdamW."] = 0.95
+    beta1: Annotated[float, "First beta of AdamW, also in 8 bit and beside muon."] = 0.9
+    beta2: Annotated[float, "Second beta of AdamW, also in 8 bit and beside muon."] = 0.95
     clip: Annotated[float, "Largest gradient norm; 0 for no clipping."] = 1.0
     dtype: Annotated[
         Literal["bf16", "bf16-pure", "fp32"], "bf16: fp32 weights, bf16 arithmetic; bf16-pure: bf16 weights too."
@@ -139,6 +143,12 @@ class TrainConfig:
             raise PackError(
                 f'`decay_steps`: `schedule="{self.schedule}"` has no final decay; expected one that has. '
                 'Use `schedule="wsd"`.'
+            )
+        # scales of blocks, means of rows and columns: those of slices are others
+        if self.optimizer in ("adamw-8bit", "adafactor") and self.shard == "full":
+            raise PackError(
+                f'`optimizer="{self.optimizer}"`: it needs whole tensors, and `shard="full"` gives a process slices; '
+                'expected adamw or muon. Choose one of these, or use `shard="none"`.'
             )
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.lora_rank:

@@ -29,7 +29,7 @@ from trainer.evaluate import evaluate_all
 from trainer.interrupt import Interrupt
 from trainer.loader import Step
 from trainer.metrics import memory_gib, peak_flops
-from trainer.optimizer import gradient_norm, learning_rate
+from trainer.optimizer import gradient_norm, learning_rate, skips_bad_steps
 from trainer.resume import locked
 from trainer.run import Run, set_up
 from trainer.saving.export import export
@@ -170,11 +170,14 @@ def take_step(run: Run, batches: Iterator[Batch], interval: LogInterval) -> tupl
         interval.flops += run.cost.flops(batch["num_tokens"], batch["attention_pairs"], batch["window_pairs"])
     norm = gradient_norm(run.model.parameters(), config.clip)
     run.bad_step = torch.where((run.bad_step < 0) & ~torch.isfinite(norm), run.step, run.bad_step)
-    run.optimizer.found_inf = (run.bad_step >= 0).float()  # type: ignore[attr-defined]  # fused AdamW then does nothing
     rate = learning_rate(run.step, run.num_steps, config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    run.optimizer.step()
+    if skips_bad_steps(run.optimizer):
+        run.optimizer.found_inf = (run.bad_step >= 0).float()  # type: ignore[attr-defined]
+        run.optimizer.step()
+    elif int(run.bad_step) < 0:  # waits for the device
+        run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     interval.steps += 1
     interval.tokens += step.num_tokens

@@ -1,16 +1,19 @@
-"""AdamW, the learning rate as a pure function of the step, and gradient norms."""
+"""Optimizers by name, the learning rate as a pure function of the step, and gradient norms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from shards.errors import PackError
 from trainer.config import TrainConfig
+from trainer.model.loss import unwrap
 
 
 def learning_rate(step: int, num_steps: int, config: TrainConfig) -> float:
@@ -52,22 +55,113 @@ def describe_schedule(step: int, num_steps: int, config: TrainConfig) -> str:
     return fall if step >= decay else f"constant at {now} until step {decay:,}, then linear to {end} at {num_steps:,}"
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Make fused AdamW over the trainable parameters; vectors (norms, biases) get no weight decay.
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Make the optimizer of a run over the trainable parameters; vectors (norms, biases) get no weight decay.
 
     Raises:
-        PackError: Nothing is trainable.
+        PackError: Nothing is trainable, or what the optimizer needs is not installed.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise PackError("`freeze`: every parameter is frozen; expected some to train. Narrow the patterns.")
+    if config.optimizer == "muon":
+        return _muon_with_adamw(model, trainable, config)
+    return _MAKERS[config.optimizer](_groups(trainable, config), config)
+
+
+def _groups(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+    """Return parameters in groups of an optimizer: those with weight decay, and vectors without it."""
+    parameters = list(parameters)
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2), fused=True
+    return [group for group in groups if group["params"]]
+
+
+def _adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+    """Make AdamW whose moments are 8 bit numbers with a scale for each 256; tensors below 4,096 numbers stay fp32."""
+    try:
+        from bitsandbytes import optim
+    except ImportError as error:
+        raise PackError(
+            '`optimizer="adamw-8bit"`: bitsandbytes is not installed. Run pip install bitsandbytes.'
+        ) from error
+    optimizer: torch.optim.Optimizer = optim.AdamW8bit(  # type: ignore[attr-defined, no-untyped-call]
+        groups, lr=config.lr, betas=(config.beta1, config.beta2)
     )
+    return optimizer
+
+
+def _adafactor(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+    """Make Adafactor with the learning rates of the run, as transformers' Trainer does: no rates of its own."""
+    from transformers import Adafactor
+
+    return Adafactor(  # type: ignore[no-untyped-call]
+        groups, lr=config.lr, scale_parameter=False, relative_step=False, warmup_init=False
+    )
+
+
+_MAKERS: dict[str, Callable[[list[dict[str, Any]], TrainConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw-8bit": _adamw_8bit,
+    "adafactor": _adafactor,
+}
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of linear layers, AdamW for all else, as one optimizer.
+
+    Muon scales its steps to the size of AdamW's (`match_rms_adamw`), so that one learning rate serves both.
+    """
+
+    def __init__(self, matrices: list[dict[str, Any]], rest: list[dict[str, Any]], config: TrainConfig) -> None:
+        super().__init__([*matrices, *rest], {"lr": config.lr})
+        muon = torch.optim.Muon(matrices, lr=config.lr, adjust_lr_fn="match_rms_adamw")
+        self._parts: list[torch.optim.Optimizer] = [muon]
+        if rest:
+            self._parts.append(_adamw(rest, config))
+        # one list of groups and one state: whoever sets a rate or loads a checkpoint sees one optimizer
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002  # none is ever given
+        """Move the parameters by their gradients."""
+        for part in self._parts:
+            part.step()
+
+
+def _muon_with_adamw(model: nn.Module, trainable: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise PackError(
+            f'`optimizer="muon"`: torch {torch.__version__} has no Muon; expected one that has. '
+            "Run pip install --upgrade torch."
+        )
+    head = unwrap(model).get_output_embeddings()
+    inputs = unwrap(model).get_input_embeddings()
+    apart = {id(each.weight) for each in (head, inputs) if each is not None}
+    linear = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and id(module.weight) not in apart
+    }
+    matrices = [p for p in trainable if id(p) in linear]
+    if not matrices:
+        raise PackError(
+            '`optimizer="muon"`: no matrix of a linear layer is trained; expected some. Use `optimizer="adamw"`.'
+        )
+    rest = [p for p in trainable if id(p) not in linear]
+    return MuonWithAdamW(_groups(matrices, config), _groups(rest, config), config)
+
+
+def skips_bad_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer leaves weights alone where its `found_inf` says so, on the device; others must be asked."""
+    return isinstance(optimizer, torch.optim.AdamW)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], clip: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ import math
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,17 @@ from trainer.optimizer import describe_schedule, learning_rate
 from trainer.saving.checkpoint import Checkpoints
 from trainer.saving.metric_lines import last_step
 
-FIXED_ON_RESUME = ("model", "dtype", "lora_rank", "lora_alpha", "lora_targets", "freeze")  # what its tensors mean
+# what its tensors mean
+FIXED_ON_RESUME = ("model", "dtype", "optimizer", "lora_rank", "lora_alpha", "lora_targets", "freeze")
 # no part of what is trained; a change of packs per step is refused by the loader
 UNSAID_ON_RESUME = (
     "dataset", "out", "packs_per_step", "save_every", "keep", "eval_every", "sample", "sample_every", "sample_tokens",
     "log_every", "by_source", "resume", "profile", "tensorboard", "wandb", "device", "force", "progress",
     "cache_dir", "cache_limit", "checkpoint_url",
 )  # fmt: skip
+
+# of runs that were saved before a setting was there
+_DEFAULTS = {each.name: each.default for each in fields(TrainConfig) if each.default is not MISSING}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,7 @@ class ResumePoint:
     def _changes(self, config: TrainConfig, num_steps: int) -> list[str]:
         lines = []
         for name, now in json.loads(json.dumps(config.to_dict())).items():
-            before = self.settings.get(name)
+            before = self.settings.get(name, _DEFAULTS.get(name))
             if name not in UNSAID_ON_RESUME and before != now:
                 was, is_now = ("not set" if value is None else value for value in (before, now))
                 lines.append(f"resume: {name} {was} before, {is_now} now")
@@ -160,7 +164,7 @@ def find_resume_point(config: TrainConfig, checkpoints: Checkpoints) -> ResumePo
     except (KeyError, TypeError, ValueError) as error:
         raise PackError(f"{path}: its facts are not those of a run ({error}). Delete it, or restore it.") from error
     for name in FIXED_ON_RESUME:
-        before, now = point.settings.get(name), config.to_dict()[name]
+        before, now = point.settings.get(name, _DEFAULTS.get(name)), config.to_dict()[name]
         if json.dumps(before) != json.dumps(now):
             raise PackError(f"{path}: was saved with `{name}` {before!r}, this run has {now!r}. Resume with the same.")
     return point

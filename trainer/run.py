@@ -68,7 +68,7 @@ class Run:
     'By name; a single one without a name is "".'
     lm: PackedLM
     parallel: Parallel
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     loader: PackLoader
     checkpoints: Checkpoints
     metrics: Metrics

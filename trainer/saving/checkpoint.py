@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,11 @@ class Checkpoints:
             PackError: It holds other tensors than the model and the optimizer.
         """
         _allocate(optimizer)
-        self._read(path, _tensors(model, optimizer))
+        tensors = _tensors(model, optimizer)
+        self._read(path, tensors)
+        for name, values, key in _state(model, optimizer):
+            if not isinstance(values[key], torch.Tensor):  # the number of steps, of some
+                values[key] = type(values[key])(tensors[name].item())
         rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():
             _set_rng_state(json.loads(rng.read_text()), self.world.device)
@@ -267,13 +272,18 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {f"model.{name}": parameter.detach() for name, parameter in trained}
 
 
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield each value of an optimizer's state: its name in a checkpoint, and the dict and key where it stands."""
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    for parameter, values in optimizer.state.items():
+        for key in values:
+            yield f"optimizer.{names[parameter]}.{key}", values, key
+
+
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return every trained parameter and its optimizer state by name, as the tensors themselves."""
-    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     state = _parameters(model)
-    for parameter, values in optimizer.state.items():
-        state |= {f"optimizer.{names[parameter]}.{key}": value for key, value in values.items()}
-    return state
+    return state | {name: torch.as_tensor(values[key]) for name, values, key in _state(model, optimizer)}
 
 
 def _allocate(optimizer: torch.optim.Optimizer) -> None:

@@ -124,7 +124,9 @@ def test_adapters_resume_and_merge_into_a_plain_model(run, dtype, tmp_path, data
     assert changed == {name for name in moved if "proj" in name}
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights(run, dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit", "muon", "adafactor"])
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights(run, dataset, tmp_path, monkeypatch, optimizer):
+    fields = {"schedule": "constant", "optimizer": optimizer}
     take_step = trainer.loop.take_step
 
     def poisoned(run, batches, interval):
@@ -132,19 +134,19 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights(run, dat
             run.model.lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
         return take_step(run, batches, interval)
 
-    _, clean = run("clean", steps=2, schedule="constant")
+    _, clean = run("clean", steps=2, **fields)
     monkeypatch.setattr(trainer.loop, "take_step", poisoned)
     with pytest.raises(PackError, match=r"step 3: the gradient is not finite.*not-finite\.json"):
-        run("bad", schedule="constant")
+        run("bad", **fields)
     monkeypatch.undo()
     report = json.loads((tmp_path / "bad" / "not-finite.json").read_text())
     assert report["step"] == 3
     assert len(report["documents_by_pack"]) == 4
     pack, documents = next(iter(report["documents_by_pack"].items()))
     assert documents == [f"window 0, record {i}" for i in dataset[int(pack)]["doc_ids"].tolist()]
-    result, lines = run("bad", resume=True, schedule="constant")  # and it goes on from just before
+    result, lines = run("bad", resume=True, **fields)  # and it goes on from just before
     assert lines.column("loss")[:2] == clean.column("loss")
-    assert lines.column("loss") == run("whole", schedule="constant")[1].column("loss")
+    assert lines.column("loss") == run("whole", **fields)[1].column("loss")
     assert result.steps == 4
 
 

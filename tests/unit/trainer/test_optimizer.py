@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from itertools import pairwise
 
 import pytest
@@ -82,6 +83,79 @@ def test_norms_and_biases_get_no_weight_decay(model_config):
     assert any(name.endswith("bias") for name in named)
 
 
+def gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_muon_moves_the_matrices_of_linear_layers_and_adamw_all_else(model_config):
+    model = load_model(model_config("llama", tie_word_embeddings=False)).model
+    optimizer = build_optimizer(model, config(optimizer="muon"))
+    gradients(model, 0)
+    optimizer.step()
+    by_muon = {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
+    assert by_muon == {name for name, _ in model.named_parameters() if "_proj" in name}
+    assert all("exp_avg" in optimizer.state[p] for name, p in model.named_parameters() if name not in by_muon)
+
+
+def test_muon_turns_a_gradient_into_a_step_without_a_preferred_direction(model_config):
+    """All singular values of a step are about equal, and its mean square is about that of AdamW: 0.2 of the rate."""
+    model = load_model(model_config("llama")).model
+    weight = model.model.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    optimizer = build_optimizer(model, config(optimizer="muon", lr=0.1, weight_decay=0.0))
+    gradients(model, 1)
+    optimizer.step()
+    values = torch.linalg.svdvals(before - weight.detach())
+    assert values.max() / values.min() < 3  # of a random matrix it is far more
+    assert float((before - weight.detach()).square().mean().sqrt()) == pytest.approx(0.2 * 0.1, rel=0.3)
+
+
+def test_eight_bits_keep_a_quarter_of_the_moments_and_step_as_adamw_does():
+    model = nn.Linear(256, 256)
+    state_bytes, moved = [], []
+    for name in ("adamw", "adamw-8bit"):
+        copy = nn.Linear(256, 256)
+        copy.load_state_dict(model.state_dict())
+        optimizer = build_optimizer(copy, config(optimizer=name, lr=1e-2))
+        for step in range(3):
+            gradients(copy, step)
+            optimizer.step()
+        state = optimizer.state[copy.weight].values()
+        state_bytes.append(sum(each.nbytes for each in state if isinstance(each, torch.Tensor)))
+        moved.append(copy.weight.detach() - model.weight.detach())
+    assert state_bytes[1] < 0.27 * state_bytes[0]
+    assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_each_matrix():
+    model = nn.Linear(48, 32)
+    optimizer = build_optimizer(model, config(optimizer="adafactor"))
+    gradients(model, 0)
+    optimizer.step()
+    sizes = {key: value.numel() for key, value in optimizer.state[model.weight].items() if torch.is_tensor(value)}
+    assert sizes["exp_avg_sq_row"] + sizes["exp_avg_sq_col"] == 48 + 32
+    assert "exp_avg" not in sizes
+
+
+def test_an_optimizer_that_needs_what_is_not_there_says_what_to_do(monkeypatch, model_config):
+    model = load_model(model_config("llama")).model
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(PackError, match=r"has no Muon; expected one that has\. Run pip install --upgrade torch"):
+        build_optimizer(model, config(optimizer="muon"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(PackError, match=r"bitsandbytes is not installed\. Run pip install bitsandbytes"):
+        build_optimizer(model, config(optimizer="adamw-8bit"))
+
+
+def test_muon_without_a_matrix_to_move_is_refused(model_config):
+    model = load_model(model_config("llama")).model
+    freeze(model, ("*_proj*",))
+    with pytest.raises(PackError, match="no matrix of a linear layer is trained"):
+        build_optimizer(model, config(optimizer="muon"))
+
+
 def test_clipping_scales_all_gradients_by_one_factor():
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.full((3,), 2.0), torch.full((2, 2), -1.0)
@@ -132,6 +206,8 @@ def test_adapter_targets_that_do_not_exist_are_refused(model_config):
         ({"epochs": 0.0}, "`epochs`: 0.0"),
         ({"dtype": "fp16"}, "`dtype`: 'fp16'"),
         ({"eval_every": 2}, "Add `eval`"),
+        ({"optimizer": "adafactor", "shard": "full"}, "needs whole tensors.*expected adamw or muon"),
+        ({"optimizer": "adamw-8bit", "shard": "full"}, "needs whole tensors.*expected adamw or muon"),
     ],
 )
 def test_bad_settings_are_refused_by_their_name(fields, message):
