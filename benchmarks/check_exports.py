@@ -137,40 +137,30 @@ def build(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def expected_packs(dataset: Path) -> Samples:
+def pack_of(row: dict[str, Any]) -> dict[str, list[int]]:
     """What a sample holds, by definition, segment by segment."""
-    from shards import Dataset
-
-    samples = []
-    for row in Dataset(dataset):
-        bounds, ids, mask = (row[name].tolist() for name in ("cu_seqlens", "input_ids", "loss_mask"))
-        sample = {
-            "input_ids": ids,
-            "labels": [token if one else -100 for token, one in zip(ids, mask, strict=True)],
-            "position_ids": [place for a, b in pairwise(bounds) for place in range(b - a)],
-            "seq_lengths": [b - a for a, b in pairwise(bounds)],
-        }
-        samples.append(sample | {name: row[name].tolist() for name in COLUMNS[4:]})
-    return samples
+    bounds, ids, mask = (row[name].tolist() for name in ("cu_seqlens", "input_ids", "loss_mask"))
+    return {
+        "input_ids": ids,
+        "labels": [token if one else -100 for token, one in zip(ids, mask, strict=True)],
+        "position_ids": [place for begin, end in pairwise(bounds) for place in range(end - begin)],
+        "seq_lengths": [end - begin for begin, end in pairwise(bounds)],
+        **{name: row[name].tolist() for name in COLUMNS[4:]},
+    }
 
 
-def expected_batches(dataset: Path) -> Samples:
+def batch_of(row: dict[str, Any]) -> dict[str, list[int]]:
     """What Megatron-Bridge trains on: each token of a segment but the last, with its successor and that one's mask."""
-    from shards import Dataset
-
-    samples = []
-    for row in Dataset(dataset):
-        bounds, ids, mask = (row[name].tolist() for name in ("cu_seqlens", "input_ids", "loss_mask"))
-        sample: dict[str, list[int]] = {name: [] for name in BRIDGE_COLUMNS}
-        sample["cu_seqlens"].append(0)
-        for begin, end in pairwise(bounds):
-            sample["tokens"] += ids[begin : end - 1]
-            sample["labels"] += ids[begin + 1 : end]
-            sample["loss_mask"] += mask[begin + 1 : end]
-            sample["position_ids"] += range(end - 1 - begin)
-            sample["cu_seqlens"].append(len(sample["tokens"]))
-        samples.append(sample | {"cu_seqlens": list(dict.fromkeys(sample["cu_seqlens"]))})
-    return samples
+    bounds, ids, mask = (row[name].tolist() for name in ("cu_seqlens", "input_ids", "loss_mask"))
+    batch: dict[str, list[int]] = {name: [] for name in BRIDGE_COLUMNS}
+    ends = [0]
+    for begin, end in pairwise(bounds):
+        batch["tokens"] += ids[begin : end - 1]
+        batch["labels"] += ids[begin + 1 : end]
+        batch["loss_mask"] += mask[begin + 1 : end]
+        batch["position_ids"] += range(end - 1 - begin)
+        ends.append(len(batch["tokens"]))
+    return batch | {"cu_seqlens": list(dict.fromkeys(ends))}  # a segment of one token leaves nothing
 
 
 def export(dataset: Path, to: str, out: Path, python: str) -> None:
@@ -206,16 +196,17 @@ def main() -> None:
     there = [to for to, (peer, _) in READERS.items() if peers.python_of(peer)]
     for line in peers.missing(sorted({peer for peer, _ in READERS.values()})):
         print(line, file=sys.stderr)
+    from shards import Dataset
+
     with tempfile.TemporaryDirectory(prefix="check-exports-") as folder:
         scratch = Path(folder)
         documents = write_corpus(scratch)
         masked, plain = build(scratch, "masked"), build(scratch, "plain")
         whole = [{"input_ids": ids} for ids, _ in documents]
-        expected = {"megatron": whole, "megatron-bridge": expected_batches(masked)}
-        rows = [
-            check(to, expected.get(to) or expected_packs(masked), plain if to == "megatron" else masked, scratch)
-            for to in there
-        ]
+        packs = list(Dataset(masked))
+        samples = [pack_of(row) for row in packs]
+        expected = {"megatron": whole, "megatron-bridge": [batch_of(row) for row in packs]}
+        rows = [check(to, expected.get(to) or samples, plain if to == "megatron" else masked, scratch) for to in there]
     page = "\n".join(
         [
             "# Exports, read by the projects they are for",

@@ -1,5 +1,6 @@
 """The benchmarks work before anyone waits hours for them: the GPU suite in its tiny form, the writer of results."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shards import Dataset
@@ -232,3 +234,30 @@ def test_synthetic_metadata_opens_and_names_its_steps(load, tmp_path):
     packs = BlockOrder(dataset.shards, dataset.index, counts, packs_per_step=1024).step_packs(3, 7)
     assert len(set(packs.tolist())) == 1024
     assert sum(file.stat().st_blocks * 512 for file in path.iterdir()) < 4 << 20, "20 million packs take no disk"
+
+
+def test_the_speed_of_exports_is_measured_for_every_format_of_our_own(load, tmp_path):
+    module = load("bench_export")
+    arguments = argparse.Namespace(quick=True, repeats=1, tokens=0, scratch=tmp_path)
+    ((_, columns, rows),) = module.measure(arguments).tables
+    assert [row[0] for row in rows] == ["megatron", "megatron-bridge", "parquet"]
+    assert {len(row) for row in rows} == {len(columns)}
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_peer_must_read_follows_from_the_segments(load, tmp_path):
+    """By hand: segments [5, 6, 7] and [8, 9] of which 6 and 9 are targets."""
+    module = load("check_exports")
+    row = {
+        "cu_seqlens": np.array([0, 3, 5]), "input_ids": np.array([5, 6, 7, 8, 9]),
+        "loss_mask": np.array([0, 1, 0, 0, 1]),
+        "doc_ids": np.array([3, 4]), "doc_parts": np.array([0, 0]), "doc_offsets": np.array([0, 0]),
+    }  # fmt: skip
+    assert module.pack_of(row) == {
+        "input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, -100, 9], "position_ids": [0, 1, 2, 0, 1],
+        "seq_lengths": [3, 2], "doc_ids": [3, 4], "doc_parts": [0, 0], "doc_offsets": [0, 0],
+    }  # fmt: skip
+    assert module.batch_of(row) == {
+        "tokens": [5, 6, 8], "labels": [6, 7, 9], "loss_mask": [1, 0, 1], "position_ids": [0, 1, 0],
+        "cu_seqlens": [0, 2, 3],
+    }  # fmt: skip
