@@ -11,12 +11,13 @@ with the tokenizer's chat template; the engine alone encodes what their messages
 import argparse
 import statistics
 import sys
+import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import corpora
-from bench_build import measure_path
+from bench_build import measure_path, shorten
 from write_up import WriteUp, figure, middle, run, tell
 
 PACKAGES = ("shardpack", "tokenizers", "fastokens", "pyarrow", "numpy")
@@ -25,9 +26,33 @@ WRAPPED, BEST_FIT = "pack build, fast engine, wrapped", "pack build, fast engine
 
 
 def measure(arguments: argparse.Namespace) -> WriteUp:
+    with tempfile.TemporaryDirectory(prefix="bench-kinds-") as folder:
+        files, notes = corpora_there(arguments, Path(folder))
+        return compare(files, notes, arguments)
+
+
+def corpora_there(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Return the corpora to measure by kind, and a sentence on each kind; without a tokenizer, the demo's of both."""
+    if not arguments.tokenizer:
+        from trainer.demo_corpus import make_corpus
+
+        made, tokenizer = make_corpus(folder)
+        arguments.tokenizer = str(tokenizer)
+        if arguments.quick:
+            made = [Path(shorten(made[0], folder))]
+        return {file.stem: file for file in made}, [
+            "Corpora and tokenizer of the demo; --tokenizer takes those of Debian."
+        ]
     files = {kind: corpora.path_of(kind, arguments.megabytes) for kind in arguments.kinds}
-    if absent := [kind for kind, file in files.items() if not file.is_file()]:
-        sys.exit(f"not there: {', '.join(absent)}; `python benchmarks/corpora.py {' '.join(absent)}` makes them.")
+    absent = [kind for kind, file in files.items() if not file.is_file()]
+    if absent == arguments.kinds:
+        sys.exit(f"no corpus is there; `python benchmarks/corpora.py --megabytes {arguments.megabytes}` makes them.")
+    notes = [f"{kind}: {corpora.KINDS[kind][1]}." for kind in files if kind not in absent]
+    notes += [f"{kind} is left out; `python benchmarks/corpora.py {kind}` makes it." for kind in absent]
+    return {kind: file for kind, file in files.items() if kind not in absent}, notes
+
+
+def compare(files: dict[str, Path], notes: list[str], arguments: argparse.Namespace) -> WriteUp:
     rows = [row for kind, file in files.items() for row in rows_of(kind, file, arguments)]
     columns = ["text", "page cache", "MB", "tokens", "wrapped, s", "best fit, s", "engine alone, s"]
     columns += ["wrapped / engine", "CPU s of the same", "B/token", "fill rate, best fit"]
@@ -39,7 +64,7 @@ def measure(arguments: argparse.Namespace) -> WriteUp:
             f"{arguments.repeats}, start-up included; interleaved over the repeats. MB is the size of the JSONL."
         ],
         [("", columns, rows)],
-        [f"{kind}: {corpora.KINDS[kind][1]}." for kind in files],
+        notes,
     )
 
 
@@ -79,7 +104,7 @@ def rows_of(kind: str, file: Path, arguments: argparse.Namespace) -> list[list[s
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=corpora.KINDS, default=list(corpora.KINDS), metavar="KIND")
     parser.add_argument("--megabytes", type=int, default=60, help="limit that the corpora were made with")
-    parser.add_argument("--tokenizer", required=True, help="tokenizer directory, with a chat template")
+    parser.add_argument("--tokenizer", help="directory, with a chat template (default: the demo's, on its corpus)")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--workers", type=int, default=2)
 
