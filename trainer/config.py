@@ -46,7 +46,9 @@ class TrainConfig:
     dtype: Annotated[
         Literal["bf16", "bf16-pure", "fp32"], "bf16: fp32 weights, bf16 arithmetic; bf16-pure: bf16 weights too."
     ] = "bf16"
-    attention: Annotated[str, "Attention backend: auto, flash-attn-4, flash-attn, torch, flex or cpu."] = "auto"
+    attention: Annotated[
+        str, "Attention backend: auto (the fastest), flash-attn-4, flash-attn-3, flash-attn, torch, flex or cpu."
+    ] = "auto"
     compile: Annotated[bool, "Compile each layer; batches then have one shape."] = False
     liger: Annotated[
         Literal["auto", "on", "off"], "Fused kernels of liger-kernel; auto uses them where installed, on a GPU."

@@ -29,6 +29,7 @@ from trainer.evaluate import evaluate_all
 from trainer.interrupt import Interrupt
 from trainer.loader import Step
 from trainer.metrics import memory_gib, peak_flops
+from trainer.model.backends.agreement import to_json
 from trainer.optimizer import gradient_norm, learning_rate, skips_bad_steps
 from trainer.resume import locked
 from trainer.run import Run, set_up
@@ -282,6 +283,7 @@ def save(run: Run, is_best: bool = False) -> None:
         "loss": run.loss,
         "best": run.best,
         "eval_loss": run.eval_loss,
+        "attention": to_json(run.lm.backend),
         "config": run.config.to_dict(),
     }
     run.checkpoints.save(run.step, run.model, run.optimizer, facts, is_best)

@@ -52,6 +52,8 @@ class ResumePoint:
     best: float = math.inf
     "Lowest evaluation loss so far."
     eval_loss: float | None = None
+    attention: Any = None
+    "Its attention backend, as `backends.agreement.to_json` writes it."
     loader_state: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     "Fields of the `TrainConfig` that it was saved with."
@@ -158,6 +160,7 @@ def find_resume_point(config: TrainConfig, checkpoints: Checkpoints) -> ResumePo
             loss=float(facts["loss"]),
             best=float(facts["best"]),
             eval_loss=None if facts["eval_loss"] is None else float(facts["eval_loss"]),
+            attention=facts.get("attention"),
             loader_state={**facts["loader"], "packs_per_step": int(facts["loader"]["packs_per_step"])},
             settings={**facts["config"]},
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shards import Dataset
@@ -22,10 +23,11 @@ from shards.fetching.mirror import check_blocks
 from shards.lock import Lock
 from trainer.checks import check_datasets, check_fit
 from trainer.config import TrainConfig
-from trainer.distributed import Parallel, World, in_turn, layers_of, make_mesh, parallelize
+from trainer.distributed import Parallel, World, gather, in_turn, layers_of, make_mesh, parallelize
 from trainer.loader import PackLoader
 from trainer.metrics import Metrics, check_outputs, cost_of
 from trainer.model.adapters import add_adapters, freeze
+from trainer.model.backends.agreement import agree_on_backend
 from trainer.model.liger import unusable_reason
 from trainer.model.loading import checkpoint_activations, load_model
 from trainer.model.loss import PackedLM
@@ -159,6 +161,12 @@ def load(settled: Settled) -> Run:
     with nullcontext() if mesh is None else in_turn(world):
         lm, cost, notes = build_model(config, world, [settled.dataset, *settled.eval_datasets.values()])
         parallel = parallelize(lm, lm.model, world, mesh, config.dtype)
+    if config.attention == "auto" and lm.backend is not None:
+        lm.backend, lines = agree_on_backend(
+            lm.backend, lm.needs, lambda: boundaries(settled.loader), start.attention,
+            gather=lambda value: gather(value, world), is_main=world.is_main,
+        )  # fmt: skip
+        notes += lines
     notes += _track_sources(settled.loader, lm, config)
     settled.loader.sliding_window, settled.loader.rectangles = cost.sliding_window, lm.needs_rectangles
     optimizer = build_optimizer(lm.model, config)
@@ -188,6 +196,13 @@ def load(settled: Settled) -> Run:
         eval_loss=start.eval_loss,
         bad_step=torch.tensor(-1, device=world.device),
     )
+
+
+def boundaries(loader: PackLoader) -> np.ndarray:
+    """Return where the segments of a loader's next micro-batch end, int32 (n + 1,)."""
+    ids = loader.step_at(loader.steps_taken).batches[0]
+    lengths = [np.diff(loader.dataset.pack(int(i if i >= 0 else ~i)).cu_seqlens) for i in ids]
+    return np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int32)
 
 
 def _track_sources(loader: PackLoader, lm: PackedLM, config: TrainConfig) -> list[str]:
@@ -237,6 +252,7 @@ def build_model(config: TrainConfig, world: World, datasets: list[Dataset]) -> t
     lm = PackedLM(
         model,
         backend=loaded.backend,
+        needs=loaded.needs,
         weighting=config.loss_weighting,
         z_loss=config.z_loss,
         liger=config.liger,

@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "pipeline.building": ANYWHERE | {"pipeline.sources", "pipeline.documents", "pipeline.packing"},
     "pipeline.estimate": ANYWHERE | {f"pipeline.{room}" for room in ("sources", "documents", "packing", "report")},
     "pipeline.export": ANYWHERE | {f"pipeline.{room}" for room in ("building", "cli", "report", "sources")},
-    "trainer.model": {"trainer.config", "trainer.batch"},
+    "trainer.model": {"trainer.config", "trainer.batch", "pipeline.caches"},  # what kernels took is remembered
     "trainer.saving": {f"trainer.{room}" for room in ("checks", "config", "distributed", "metrics", "model")},
     "trainer.documents": TRAINING | ANYWHERE | {"pipeline.cli", "pipeline.report", "trainer.cli"},
     "trainer.bench": TRAINING | BUILDS | {"trainer.demo_corpus"},

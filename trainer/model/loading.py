@@ -6,6 +6,7 @@ beyond the vocabulary are errors, embeddings are never resized.
 
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from shards.errors import ModelError, reason_of
 from shards.quiet import quiet
 from trainer.model.attention import IMPLEMENTATION, register
 from trainer.model.backends.choice import pick_backends
-from trainer.model.backends.interface import Backends
+from trainer.model.backends.interface import Backends, Needs
 from trainer.model.experts import follow_autocast
 from trainer.model.isolation import inspect_model, refusal
 from trainer.model.liger import IN_PLACE, put_in, replace_layers
@@ -36,6 +37,8 @@ class LoadedModel:
     backend: Backends | None
     "Key of `ATTENTION_BACKENDS`, or one by kind of head; None for native attention, which takes rectangles only."
     report: ModelReport
+    needs: Sequence[Needs] = ()
+    "What its attention layers ask of a backend, on its device and in the type of the run."
     notes: list[str]
     "What a person should know, one line each."
 
@@ -188,7 +191,11 @@ def load_model(
         needs = [replace(each, dtype=compute_dtype or dtype, device=device) for each in report.needs]
         backend, lines = pick_backends(attention, needs, prove=True)
         return LoadedModel(
-            model=model.train(), backend=backend, report=report, notes=[*report.ways, *notes, *lines, *report.notes]
+            model=model.train(),
+            backend=backend,
+            report=report,
+            needs=needs,
+            notes=[*report.ways, *notes, *lines, *report.notes],
         )
     if packed:
         causal = not getattr(config.get_text_config(), "is_encoder_decoder", False)  # no dataset helps those

@@ -8,7 +8,7 @@ backward; a model that scales or soft-caps its logits makes them itself. The sum
 knows for the whole step, so that no split of a step into micro-batches and ranks changes the loss.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from shards.errors import ModelError
 from trainer.batch import IGNORED
 from trainer.model.attention import BACKEND_KEYWORD
-from trainer.model.backends.interface import Backends
+from trainer.model.backends.interface import Backends, Needs
 from trainer.model.liger import fused_cross_entropy, unusable_reason
 from trainer.model.unflatten import LAYOUT_KEYWORD, needs_rectangles
 
@@ -211,6 +211,7 @@ class PackedLM(nn.Module):
         model: From `load_model`, wrapped by peft or not.
         backend: Key of `ATTENTION_BACKENDS`, or one by widths of heads; None for native attention, which takes
             rectangles only.
+        needs: What the attention layers ask of a backend, for whoever chooses another one of those that serve.
         plain_head: Whether logits are exactly `lm_head(hidden)`, as the model's report says.
         weighting: `token`: every target counts 1. `document`: the targets of each segment count 1 together.
         z_loss: Factor on the squared log of the softmax's denominator; left out in `eval()` mode.
@@ -226,6 +227,7 @@ class PackedLM(nn.Module):
         model: nn.Module,
         *,
         backend: Backends | None,
+        needs: Sequence[Needs] = (),
         plain_head: bool,
         weighting: str = "token",
         z_loss: float = 0.0,
@@ -239,7 +241,7 @@ class PackedLM(nn.Module):
                 'Use `liger="auto"`.'
             )
         self.model = model
-        self.backend = backend
+        self.backend, self.needs = backend, needs
         self.plain_head = plain_head
         self.needs_rectangles = needs_rectangles(unwrap(model))
         self.weighting = weighting

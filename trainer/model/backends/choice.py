@@ -10,6 +10,9 @@ from trainer.model.backends.foreign import describe_failure, failure_of
 from trainer.model.backends.interface import Backend, Backends, Needs
 from trainer.model.backends.registry import ATTENTION_BACKENDS
 
+SYNCS = {"cpu": ", one host sync per layer", "flex": ", one host sync per micro-batch"}
+"""What the backends that read boundaries on the host cost on a GPU."""
+
 
 def disagreement(backend: Backend, needs: Needs) -> str | None:
     """Compare a backend with the segment loop in fp32 on random heads as the model has them, forward and backward.
@@ -48,6 +51,26 @@ def disagreement(backend: Backend, needs: Needs) -> str | None:
     return f"differs from plain attention by {worst:.1e} (window {window}, heads {heads}:{kv_heads})"
 
 
+def rivals(first: str, needs: Sequence[Needs]) -> list[str]:
+    """Return the backends that may be faster than the first that can serve: proven, and without a host sync.
+
+    Args:
+        first: What `pick_backend` chose; it is the first of them, and the only one if it needs host syncs itself.
+        needs: Heads of one width, as the layers have them.
+    """
+    names = list(ATTENTION_BACKENDS)
+    later = [] if first in SYNCS else [key for key in names[names.index(first) + 1 :] if key not in SYNCS]
+    return [first, *(key for key in later if _reason(ATTENTION_BACKENDS[key], needs, prove=True) is None)]
+
+
+def _reason(backend: Backend, needs: Sequence[Needs], *, prove: bool) -> str | None:
+    """Return the first reason why a backend cannot serve, or is not right where that is to be proven."""
+    reasons = (backend.unsupported_reason(each) for each in needs)
+    if (reason := next((each for each in reasons if each is not None), None)) is not None or not prove:
+        return reason
+    return next((found for each in needs if (found := disagreement(backend, each)) is not None), None)
+
+
 def pick_backend(name: str, *needs: Needs, prove: bool = False) -> tuple[str, list[str]]:
     """Choose the first backend that serves all of these needs.
 
@@ -68,13 +91,9 @@ def pick_backend(name: str, *needs: Needs, prove: bool = False) -> tuple[str, li
     for key, backend in ATTENTION_BACKENDS.items():
         if name not in ("auto", key):
             continue
-        reasons = [backend.unsupported_reason(each) for each in needs]
-        if prove and key != "cpu" and not any(reasons):
-            reasons = [disagreement(backend, each) for each in needs]
-        reason = next((each for each in reasons if each is not None), None)
+        reason = _reason(backend, needs, prove=prove and key != "cpu")
         if reason is None:
-            syncs = {"cpu": ", one host sync per layer", "flex": ", one host sync per micro-batch"}
-            slow = syncs.get(key, "") if needs[0].device.type == "cuda" else ""
+            slow = SYNCS.get(key, "") if needs[0].device.type == "cuda" else ""
             return key, [*lines, f"attention {key}: {'chosen' if name == 'auto' else 'asked for'}{slow}"]
         lines.append(f"attention {key}: passed over, {reason}")
     refused = lines[0].partition(": ")[2]

@@ -65,6 +65,36 @@ def flash_4_reason(needs: Needs) -> str | None:
     return None
 
 
+@torch.compiler.disable  # its operators are registered without shape functions for every version of torch
+def flash_3(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, sliding_window: int | None,
+    scale: float, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
+) -> Tensor:  # fmt: skip
+    """Attend by flash-attn 3; arguments as for `Backend`."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    value_dim = v.shape[-1]
+    q, k, v = pad_heads(q, k, v)
+    out = flash_attn_varlen_func(
+        q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, softmax_scale=scale, causal=True,
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0), softcap=softcap or 0.0,
+    )  # fmt: skip
+    # Its first releases return the log-sum-exp too.
+    return cast(Tensor, out[0] if isinstance(out, tuple) else out)[..., :value_dim]
+
+
+def flash_3_reason(needs: Needs) -> str | None:
+    """Return why the kernel cannot serve these needs, None where it can."""
+    if needs.sinks:
+        return "has no attention sinks"
+    if reason := flash_reason(needs, capability=(8, 0)):
+        return reason
+    if (major := torch.cuda.get_device_capability(needs.device)[0]) > 9:
+        return f"has no kernels for compute capability {major}.x; flash-attn-4 has"
+    return import_reason("flash_attn_interface", "flash-attn-3")
+
+
 def flash_2(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, sliding_window: int | None,
     scale: float, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001

@@ -11,6 +11,7 @@ from trainer.model.backends.interface import Backend
 
 ATTENTION_BACKENDS: dict[str, Backend] = {
     "flash-attn-4": Backend(flash.flash_4, flash.flash_4_reason),
+    "flash-attn-3": Backend(flash.flash_3, flash.flash_3_reason),
     "flash-attn": Backend(flash.flash_2, flash.flash_2_reason),
     "torch": Backend(varlen.attend, varlen.unsupported_reason),
     "flex": Backend(flex.attend, flex.unsupported_reason),

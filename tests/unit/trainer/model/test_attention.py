@@ -114,7 +114,8 @@ def test_a_forced_backend_that_cannot_serve_is_an_error() -> None:
 
 def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
     with pytest.raises(
-        PackError, match=r"`attention`: 'flash'; expected one of auto, flash-attn-4, flash-attn, torch, flex, cpu\."
+        PackError,
+        match=r"`attention`: 'flash'; expected one of auto, flash-attn-4, flash-attn-3, flash-attn, torch, flex, cpu\.",
     ):
         pick_backend("flash", CPU)
 
@@ -239,14 +240,23 @@ def test_a_backend_that_fails_its_proof_is_passed_over(monkeypatch: pytest.Monke
     name, lines = pick_backend("auto", CPU, replace(CPU, sliding_window=4), prove=True)
     assert name == "cpu"
     assert "no kernel image is available" in lines[0]
-    assert "differs from plain attention" in lines[2]
+    assert "differs from plain attention" in lines[3]
 
 
-# Signatures as published: flash-attn 2.8.3, flash-attn-4 4.0.0b36, torch 2.10, 2.11 and 2.13.
+# Signatures as published: flash-attn 2.8.3, flash-attn 3, flash-attn-4 4.0.0b36, torch 2.10, 2.11 and 2.13.
 def flash_2(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
+):  # fmt: skip
+    ...
+
+
+def flash_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False,
 ):  # fmt: skip
     ...
 
@@ -309,13 +319,15 @@ def install(monkeypatch: pytest.MonkeyPatch, module: str, name: str, kernel: Cal
     monkeypatch.setitem(sys.modules, module, fake)
 
 
-@pytest.fixture(params=["flash-attn-4", "flash-attn", "torch 2.11", "torch 2.13"])
+@pytest.fixture(params=["flash-attn-4", "flash-attn-3", "flash-attn", "torch 2.11", "torch 2.13"])
 def backend(
     request: pytest.FixtureRequest, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Backend]:
     if request.param == "flash-attn-4":
         install(monkeypatch, "flash_attn", "unused", None)
         install(monkeypatch, "flash_attn.cute", "flash_attn_varlen_func", stand_in(flash_4, seen))
+    elif request.param == "flash-attn-3":
+        install(monkeypatch, "flash_attn_interface", "flash_attn_varlen_func", stand_in(flash_3, seen))
     elif request.param == "flash-attn":
         install(monkeypatch, "flash_attn", "flash_attn_varlen_func", stand_in(flash_2, seen))
     else:
@@ -354,6 +366,19 @@ def test_kernels_are_called_by_their_signature_with_the_current_token_counted_ou
     assert given.get("causal", True) is True
     assert given.get("enable_gqa", True) is True
     assert given.get("max_seqlen_q", given.get("max_q")) == 5
+
+
+def test_flash_attn_3_is_passed_over_where_it_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attn_interface", "flash_attn_varlen_func", None)
+    foreign.import_reason.cache_clear()
+    needs = replace(BF16, device=torch.device("cuda"))
+    reasons = []
+    for capability in ((7, 5), (8, 0), (9, 0), (10, 0)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, found=capability: found)
+        reasons.append(ATTENTION_BACKENDS["flash-attn-3"].unsupported_reason(needs))
+    foreign.import_reason.cache_clear()
+    assert [reason is None for reason in reasons] == [False, True, True, False]
+    assert reasons[-1] == "has no kernels for compute capability 10.x; flash-attn-4 has"
 
 
 def test_a_torch_without_windows_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
