@@ -43,6 +43,7 @@ def pretend() -> None:
     cuda.max_memory_allocated = lambda device=None: 0
     cuda.current_stream = lambda device=None: None
     cuda.Event = Event
+    sys.modules["bitsandbytes"] = None  # its import looks for the CUDA library that this torch was built with
     make = torch.tensor  # it would write to the device's memory, which there is not
     torch.tensor = lambda data, *, device=None, **kwargs: make(data, **kwargs).to(device)
 

@@ -12,7 +12,7 @@ LONGROPE = {
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256}
 MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-KERNELS = ("flash-attn-4", "flash-attn", "torch")
+KERNELS = ("flash-attn-4", "flash-attn-3", "flash-attn", "torch")
 
 # Configurations of transformers whose own forward reads a value back in every step, and where it does.
 EXCEPTIONS = {
