@@ -52,6 +52,11 @@ def start(device: str | None) -> World:
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     family, _, index = kind.partition(":")
+    if family == "mps":
+        raise PackError(
+            "`device`: 'mps': losses are summed in float64, which Apple's GPU does not have; expected cuda, cuda:N or "
+            "cpu. Use cpu."
+        )
     if family not in ("cuda", "cpu") or (index and not index.isdecimal()):
         raise PackError(f"`device`: {kind!r}; expected cuda, cuda:N or cpu. Choose one.")
     if family == "cuda" and not torch.cuda.is_available():

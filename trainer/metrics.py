@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,9 +101,13 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the highest memory use so far, in GiB: of the device, or of this process on a CPU."""
+    """Return the highest memory use so far, in GiB: of the device, or of this process on a CPU; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource  # POSIX alone has it
+    except ImportError:
+        return 0.0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 

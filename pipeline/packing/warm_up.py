@@ -1,6 +1,5 @@
 """Compile every kernel that packing uses, once on a machine, so that several workers need not all do it."""
 
-import fcntl
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +31,9 @@ def compile_kernels(layout: Layout) -> None:
     with ExitStack() as stack:
         if places:
             lock = stack.enter_context((Path(min(places)) / "shardpack.lock").open("w"))
-            with suppress(OSError):  # a file system without locks: each process compiles for itself
+            with suppress(OSError, ImportError):  # no locks on this file system or system: each compiles for itself
+                import fcntl
+
                 fcntl.flock(lock, fcntl.LOCK_EX)
         _run_all(layout)
 

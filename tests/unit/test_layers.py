@@ -100,6 +100,14 @@ def allowed(room: str, target: str) -> bool:
     return may == EVERYTHING or target in may
 
 
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_module_can_be_imported_where_there_is_no_posix(path):
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    names = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in body if isinstance(node, ast.ImportFrom)}
+    assert not names & {"fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+
+
 def test_every_package_has_files_to_check():
     assert {name_of(path).partition("/")[0] for path in FILES} == set(PACKAGES)
 

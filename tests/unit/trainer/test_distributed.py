@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shards import PackError
-from trainer.distributed import World, in_turn, start
+from shards import Dataset, PackError
+from trainer import TrainConfig, run
+from trainer.distributed import World, in_turn, parallelize, start
+from trainer.model.loading import load_model
+from trainer.model.loss import PackedLM
 
 
 @pytest.fixture
@@ -63,3 +66,39 @@ def test_processes_of_a_machine_take_turns(monkeypatch):
         thread.join(60)
     assert order == [0, 1, 2, 3]
     assert most == 1
+
+
+def test_apples_gpu_is_refused_with_what_it_lacks():
+    with pytest.raises(PackError, match="'mps': losses are summed in float64, which Apple's GPU does not have"):
+        start("mps")
+
+
+@pytest.mark.parametrize(("shard", "host"), [("full", True), ("none", False)])
+def test_a_model_to_be_sliced_is_loaded_in_host_memory(dataset: Dataset, model_config, monkeypatch, shard, host):
+    asked = []
+    monkeypatch.setattr(run, "load_model", lambda *args, **fields: asked.append(fields) or load_model(*args, **fields))
+    config = TrainConfig(dataset=dataset.path, model=model_config(), out="out", dtype="fp32", shard=shard)
+    run.build_model(config, World(device=torch.device("cpu")), [dataset])
+    assert [fields["host"] for fields in asked] == [host]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_each_of_two_processes_keeps_half_of_every_weight_on_its_device(model_config, dtype):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model = load_model(model_config(), device="cpu", host=True).model
+    whole = {name: weight.shape for name, weight in model.named_parameters()}
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        module = PackedLM(model, backend="cpu", plain_head=True)
+        parallelize(module, model, World(rank=0, size=2, device=torch.device("cpu")), mesh, dtype)
+        for name, weight in model.named_parameters():
+            assert isinstance(weight, DTensor), name
+            rows, *rest = whole[name]
+            assert tuple(weight.to_local().shape) == (-(-rows // 2), *rest)
+    finally:
+        dist.destroy_process_group()
+    assert len(whole) > 10

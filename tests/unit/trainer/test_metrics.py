@@ -1,13 +1,15 @@
 """What a run writes: lines of metrics, progress for a person, and nothing from other processes."""
 
 import json
+import sys
 
 import pytest
+import torch
 
 from shards.cost import ModelCost
 from trainer import load_model
 from trainer.config import TrainConfig
-from trainer.metrics import Metrics, cost_of
+from trainer.metrics import Metrics, cost_of, memory_gib
 
 LINE = {
     "step": 3, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.0, "data_wait": 0.005,
@@ -132,3 +134,9 @@ def test_the_cost_of_a_window_is_counted_inside_it(model_config):
 def test_the_cost_of_layers_that_differ_by_hand(fields, full, window, model_config):
     cost = cost_of(load_model(model_config("llama", **fields)).model)
     assert (cost.per_pair, cost.per_window_pair) == (full, window)
+
+
+def test_a_system_that_does_not_say_its_memory_use_reports_none(monkeypatch):
+    assert memory_gib(torch.device("cpu")) > 0
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    assert memory_gib(torch.device("cpu")) == 0
