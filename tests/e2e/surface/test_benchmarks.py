@@ -14,6 +14,8 @@ import pytest
 
 from shards import Dataset
 from shards.ordering.block_order import BlockOrder
+from trainer.model.backends.interface import Backend
+from trainer.model.backends.registry import ATTENTION_BACKENDS
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
@@ -46,8 +48,14 @@ def suite(load, tmp_path, monkeypatch, *parts, module=None):
 
 def test_the_gpu_suite_runs_in_its_tiny_form(load, tmp_path, monkeypatch):
     found = suite(load, tmp_path, monkeypatch, "equality", "kernels", "llama-1b")
-    assert all(row["equal"] for row in found["equality"])
-    assert {row["backend"] for row in found["equality"]} == {"cpu"}
+    ran = [row for row in found["equality"] if "not_run" not in row]
+    assert all(row["equal"] for row in ran)
+    assert {row["backend"] for row in ran} == {"cpu"}
+    reasons = {row["backend"]: row["not_run"] for row in found["equality"] if "not_run" in row}
+    assert {"cpu", *reasons} == set(ATTENTION_BACKENDS)
+    assert "CUDA devices only" in reasons["flash-attn-3"]
+    page = (tmp_path / "out" / "gpu-suite.md").read_text()
+    assert "| feeding | real tokens/s |" in page.partition("##")[0]
     assert [row["documents"] for row in found["kernels"]] == ["32", "128", "lognormal"]
     assert found["llama-1b"]["disagreements"] == {}
     assert not [row for row in found["llama-1b"]["rows"] if "failed" in row]
@@ -69,6 +77,42 @@ def test_a_part_without_time_left_says_so(load, tmp_path):
     load("gpu_suite").main(["--out", str(tmp_path), "--device", "cpu", "--minutes", "-1"])
     parts = json.loads((tmp_path / "gpu-suite.json").read_text())["parts"]
     assert set(parts.values()) == {"no time left"}
+
+
+def test_every_row_is_on_disk_before_the_next_is_measured(load, tmp_path, monkeypatch):
+    gpu_suite, seen = load("gpu_suite"), []
+
+    def part(suite):
+        suite.figures["rows"] = []
+        for number in range(3):
+            seen.append(
+                json.loads(file.read_text()).get("rows") if (file := tmp_path / "gpu-suite.json").exists() else None
+            )
+            suite.add("rows", {"number": number})
+        yield "Rows", ["number"], []
+
+    monkeypatch.setattr(gpu_suite, "PARTS", {"rows": part})
+    gpu_suite.main(["--out", str(tmp_path), "--dry-run"])
+    assert seen == [None, [{"number": 0}], [{"number": 0}, {"number": 1}]]
+
+
+def test_a_part_that_used_its_time_keeps_its_rows_and_is_run_again(load, tmp_path, monkeypatch):
+    gpu_suite, ran = load("gpu_suite"), []
+
+    def part(suite):
+        ran.append(suite.deadline)
+        suite.deadline = -1.0 if len(ran) == 1 else suite.deadline
+        rows = [["first"]] if suite.is_over() else [["first"], ["second"]]
+        yield "Part", ["row"], rows
+
+    monkeypatch.setattr(gpu_suite, "PARTS", {"part": part})
+    gpu_suite.main(["--out", str(tmp_path), "--dry-run"])
+    page = (tmp_path / "gpu-suite.md").read_text()
+    assert "| first |" in page
+    assert "ran out of time" in page
+    gpu_suite.main(["--out", str(tmp_path), "--dry-run"])
+    assert "| second |" in (tmp_path / "gpu-suite.md").read_text()
+    assert len(ran) == 2
 
 
 def test_a_second_call_runs_only_the_parts_that_are_missing(load, tmp_path, monkeypatch):
@@ -119,14 +163,14 @@ def test_a_backend_that_fails_is_a_row(load, tmp_path, monkeypatch):
     def refuses(*arguments):
         raise RuntimeError("only head_dim 128\nand more")
 
-    monkeypatch.setattr(gpu_suite, "ATTENTION_BACKENDS", gpu_suite.ATTENTION_BACKENDS | {"odd": refuses})
-    monkeypatch.setattr(gpu_suite.Suite, "backends", lambda suite, head_dim: ["odd", "cpu"])
+    monkeypatch.setitem(ATTENTION_BACKENDS, "odd", Backend(refuses, lambda needs: None))
     found = suite(load, tmp_path, monkeypatch, "equality", "kernels", module=gpu_suite)
-    assert {(row["backend"], row["equal"], row.get("failed")) for row in found["equality"]} == {
-        ("odd", False, "only head_dim 128"), ("cpu", True, None)
+    ran = [row for row in found["equality"] if "not_run" not in row]
+    assert {(row["backend"], row["equal"], row.get("failed")) for row in ran} == {
+        ("odd", False, "RuntimeError: only head_dim 128"), ("cpu", True, None)
     }  # fmt: skip
     assert {row["backend"] for row in found["kernels"]} == {"cpu"}
-    assert "odd, documents of 32: only head_dim 128" in found["left_out"]
+    assert "odd, documents of 32: RuntimeError: only head_dim 128" in found["left_out"]
 
 
 def test_results_name_machine_versions_commit_and_command(load, tmp_path, monkeypatch):
