@@ -102,4 +102,4 @@ def test_chunked_layers_and_flex_read_the_boundaries_back(rehearse):
 def test_the_loop_over_segments_waits_for_the_device(rehearse):
     result = rehearse({"loop": {"backend": "cpu"}})["loop"]
     assert result["read"]
-    assert result["at"].endswith(":_segment_loop")
+    assert result["at"].endswith("segments.py:attend")
