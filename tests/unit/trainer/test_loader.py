@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import shutil
+import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from shards import Dataset, PackError
 from shards.cost import padded_length
+from trainer import feed as feeding
 from trainer.feed import feed, whole_dataset
 from trainer.loader import PackLoader
 from trainer.model.loading import load_model
@@ -286,6 +288,17 @@ def test_the_whole_dataset_is_scored_once_with_equal_counts(make_dataset, docume
     assert len(set(counts)) == 1
     assert packs == Counter(range(len(dataset)))
     assert targets == dataset.index.num_targets.sum() > 100
+
+
+def test_the_thread_that_prepares_batches_works_on_the_device_of_the_run(dataset, monkeypatch):
+    current = {}
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: current.update({threading.current_thread().name: device})
+    )
+    prepare = feeding._use_device
+    monkeypatch.setattr(feeding, "_use_device", lambda device: prepare(torch.device("cuda", 1)))  # as if it had two
+    next(iter(feed(dataset, iter(whole_dataset(dataset, 256, 0, 1)), 256, torch.device("cpu"))))
+    assert current == {"prefetch_0": torch.device("cuda", 1)}
 
 
 def test_a_dataset_in_another_process_is_the_same(dataset):
