@@ -132,6 +132,16 @@ def plan_id(plan: Plan) -> str:
     return hashlib.sha256(canonical(plan)).hexdigest()
 
 
+def corpus_id(plan: Plan) -> str:
+    """Return the identity of what a plan's documents are counted in: files and windows, however they are packed.
+
+    A `doc_id` means the same record in every dataset of one corpus id.
+    """
+    sources = [{"name": source["name"], "files": source["files"]} for source in plan["sources"]]
+    content = {"sources": sources, "windows": plan["windows"], "part_bytes": plan["part_bytes"]}
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
 def check_version(record: Mapping[str, Any], where: str, rule: str = "F1") -> None:
     """Refuse a file of another format or version.
 

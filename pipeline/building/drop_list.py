@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from shards.errors import PackError, counted, reason_of
+from shards.plan import Plan, corpus_id
 from shards.schema import doc_id
 
 NAMES = {"doc_id", "doc_part"}
@@ -34,6 +35,8 @@ class DropList(NamedTuple):
     "The file."
     digest: str
     "Of the documents, whatever the form and order of the file."
+    corpus_id: str | None = None
+    "The corpus that the file says it is of, see `shards.plan.corpus_id`."
 
     def holds(self, ids: np.ndarray, parts: np.ndarray | None, window: int) -> np.ndarray:
         """Return which documents of a window are listed; bool, shape of `ids`."""
@@ -46,6 +49,18 @@ class DropList(NamedTuple):
             keys = set(zip(listed[named].tolist(), of_parts[named].tolist(), strict=True))
             found |= np.array([key in keys for key in zip(ids.tolist(), part.tolist(), strict=True)], bool)
         return found
+
+    def check_corpus(self, plan: Plan) -> None:
+        """Refuse a list that says that it is of another corpus.
+
+        Raises:
+            PackError: Names the file.
+        """
+        if self.corpus_id not in (None, corpus_id(plan)):
+            raise PackError(
+                f"`drop`: {self.where}; is of another corpus, where the same numbers are other documents; expected a "
+                "list for this one. Score this dataset with pack score."
+            )
 
     def check(self, window: int, num_records: int) -> None:
         """Refuse a document of a window that has fewer records.
@@ -84,7 +99,7 @@ def read_drop_list(path: str | Path, condition: str | None = None) -> DropList:
     Raises:
         PackError: The file cannot be read, names no documents, or needs or does not fit a condition.
     """
-    table = _read(Path(path))
+    table, told = _read(Path(path))
     num_rows = len(next(iter(table.values()))) if table else 0
     if "doc_id" not in table:
         raise PackError(f"`drop`: {path}; has the columns {', '.join(table) or 'none'}; expected doc_id among them.")
@@ -103,11 +118,11 @@ def read_drop_list(path: str | Path, condition: str | None = None) -> DropList:
     order = np.lexsort((parts, ids))
     pairs = np.stack([ids[order], parts[order]], axis=1)
     digest = xxhash.xxh3_128_hexdigest(np.unique(pairs, axis=0).astype("<i8").tobytes())
-    return DropList(ids[order], parts[order].astype(np.int32), rows[order], str(path), digest)
+    return DropList(ids[order], parts[order].astype(np.int32), rows[order], str(path), digest, told)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the columns of a table, as numpy arrays or lists."""
+def _read(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the columns of a table as numpy arrays, and the corpus that it says it is of."""
     import pyarrow as pa
 
     try:
@@ -116,13 +131,16 @@ def _read(path: Path) -> dict[str, Any]:
 
             table = pq.read_table(path)
             columns = [name for name in table.column_names if not pa.types.is_nested(table.schema.field(name).type)]
-            return {name: _numpy(table[name]) for name in columns}
+            told = (table.schema.metadata or {}).get(b"corpus_id")
+            return {name: _numpy(table[name]) for name in columns}, None if told is None else told.decode()
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         if path.suffix in (".jsonl", ".json") or next(filter(None, lines), "").startswith("{"):
             records = [json.loads(line) for line in lines if line]
             names = dict.fromkeys(name for record in records for name in record)
-            return {name: np.array([record.get(name) for record in records], object) for name in names}
-        return {"doc_id": np.array([_parse(line, f"{path}, row {row}") for row, line in enumerate(lines, 1)], object)}
+            return {name: np.array([record.get(name) for record in records], object) for name in names}, None
+        return {
+            "doc_id": np.array([_parse(line, f"{path}, row {row}") for row, line in enumerate(lines, 1)], object)
+        }, None
     except (OSError, pa.ArrowException) as error:
         raise PackError(f"`drop`: {path}; cannot be read ({reason_of(error)}). Check the path.") from error
     except (ValueError, AttributeError) as error:

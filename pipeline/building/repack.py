@@ -83,11 +83,12 @@ def selections(config: RepackConfig, drop: DropList | None, plan: Plan) -> list[
 
 
 def check_drop_list(drop: DropList, dataset: Dataset) -> None:
-    """Refuse a list that names records which the dataset's corpus does not have.
+    """Refuse a list of another corpus, or that names records which the dataset's corpus does not have.
 
     Raises:
         PackError: Names the file, the row and the document.
     """
+    drop.check_corpus(dataset.plan)
     drop.check_windows(len(dataset.shards))
     store = LocalStore(dataset.path)
     for window in np.unique(drop.doc_ids >> 32).tolist():

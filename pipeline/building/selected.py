@@ -59,6 +59,8 @@ def _finished(plain: BuildConfig, chosen: RepackConfig) -> BuildResult | None:
     """Return the datasets where all are there; refuse what stands in their way before anything is tokenized."""
     drop = None if chosen.drop is None else read_drop_list(chosen.drop, chosen.drop_where)
     job = make_job(plain, Progress())
+    if drop is not None:
+        drop.check_corpus(job.plan)
     results: list[BuildResult] = []
     for out, selection in selections(chosen, drop, job.plan):
         plan = repacked_plan(job.plan, chosen, selection)

@@ -4,7 +4,8 @@
     0       0         web     a/00.jsonl    1       812     811      811.0   2.31
 
 `loss` is the mean over the document's targets in nats, weighted where targets have weights (`weight` is their sum, or
-the number of targets); null where it has none. The schema's metadata names the dataset and the model.
+the number of targets); null where it has none. The schema's metadata names the dataset, its corpus
+(`shards.plan.corpus_id`) and the model.
 """
 
 from pathlib import Path

@@ -19,6 +19,7 @@ import torch
 
 from shards import Dataset
 from shards.errors import PackError
+from shards.plan import corpus_id
 from shards.reader import Row
 from shards.tables.provenance import Provenance
 from shards.tables.scores import SCHEMA
@@ -189,7 +190,7 @@ def _table_of(segments: _Segments, dataset: Dataset, model: str) -> pa.Table:
         plain = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
         array = column if isinstance(column, pa.Array) else pa.array(column, plain)
         arrays.append(array.dictionary_encode() if plain is not field.type else array)
-    metadata = {"dataset_id": dataset.dataset_id, "model": model}
+    metadata = {"dataset_id": dataset.dataset_id, "corpus_id": corpus_id(dataset.plan), "model": model}
     return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata(metadata))
 
 

@@ -18,6 +18,7 @@ from pipeline.building.driver import BuildResult
 from pipeline.cli import main
 from shards import Dataset, verify
 from shards.errors import PackError
+from shards.plan import corpus_id
 from shards.publish import seal
 from shards.verification import VerifyReport
 
@@ -214,6 +215,21 @@ def test_rows_of_a_table_count_by_a_condition(whole, tmp_path):
             repack(RepackConfig(out=tmp_path / "other", drop_where=condition, **config))
     with pytest.raises(PackError, match=r"loss of .* holds double; expected a value to compare with"):
         repack(RepackConfig(out=tmp_path / "other", drop_where="loss > high", **config))
+
+
+def test_scores_of_another_corpus_are_refused_and_those_of_other_packs_are_taken(whole, tokenizer_dir, tmp_path):
+    repack(RepackConfig(dataset=whole.path, out=tmp_path / "longer", seq_len=2 * SEQ_LEN))
+    other = write_corpus(tmp_path / "corpus", 30, seed=4)
+    build(BuildConfig(out=tmp_path / "other", **settings(other, tokenizer_dir)))
+    wanted = sorted(documents(whole))[:2]
+    table = pa.table({"doc_id": wanted}).replace_schema_metadata({"corpus_id": corpus_id(whole.plan)})
+    pq.write_table(table, tmp_path / "scores.parquet")
+    repack(RepackConfig(dataset=tmp_path / "longer", out=tmp_path / "out", drop=tmp_path / "scores.parquet"))
+    assert not set(wanted) & set(documents(Dataset(tmp_path / "out")))
+    with pytest.raises(PackError, match="is of another corpus"):
+        repack(RepackConfig(dataset=tmp_path / "other", out=tmp_path / "out2", drop=tmp_path / "scores.parquet"))
+    with pytest.raises(PackError, match="is of another corpus"):
+        build(BuildConfig(out=tmp_path / "out3", drop=tmp_path / "scores.parquet", **settings(other, tokenizer_dir)))
 
 
 @pytest.mark.parametrize(
