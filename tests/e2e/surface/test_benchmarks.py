@@ -238,11 +238,11 @@ def test_an_unknown_peer_is_one_line():
     command = [sys.executable, FOLDER / "peers.py", "seqio"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "seqio: no such peer; there are datatrove, litdata, mosaicml-streaming" in done.stderr
+    assert "seqio: no such peer; there are datatrove, litdata, megatron-core, mosaicml-streaming" in done.stderr
 
 
 def test_peers_read_every_text_once(load, tmp_path):
-    peers = load("peers")
+    peers = load("peer_builds")
     texts = [f"text {i}" for i in range(7)]
     file = tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -253,7 +253,7 @@ def test_peers_read_every_text_once(load, tmp_path):
 @pytest.mark.parametrize("value", ["</s>", {"content": "</s>", "lstrip": False}])
 def test_peers_end_a_document_with_the_tokenizers_eos(load, tmp_path, value):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
-    assert load("peers").end_of_text(str(tmp_path)) == "</s>"
+    assert load("peer_builds").end_of_text(str(tmp_path)) == "</s>"
 
 
 @pytest.mark.slow
