@@ -219,10 +219,9 @@ class _Build:
             batch = next(iter(reader), None)
             if batch is None:
                 continue
-            first = replace(batch, values=batch.values[:FIRST_RECORDS], indices=batch.indices[:FIRST_RECORDS])
             special = source.options.parse_special
             encoder = Encoder(job.images[special], engine=REFERENCE, parse_special=special)
-            DocumentMaker(encoder, source.options).make(first)
+            DocumentMaker(encoder, source.options).make(batch.head(FIRST_RECORDS))
             if len(reader.rejected) == reader.num_records > 0 and self.config.max_rejected < 1:
                 raise PackError(f"{reader.rejected[0]}; expected records that can be read. Nothing was removed.")
 

@@ -10,7 +10,7 @@ import io
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any, NamedTuple
 
@@ -85,6 +85,11 @@ class RecordBatch:
     "reject(index, reason): refuse one of the values after all, as a bad record of the reader."
     records: list[dict[str, Any]] | None = None
     "Kind text: the fields beside each text, as far as they were read; None where there are no fields."
+
+    def head(self, number: int) -> "RecordBatch":
+        """Return the first values."""
+        records = None if self.records is None else self.records[:number]
+        return replace(self, values=self.values[:number], indices=self.indices[:number], records=records)
 
 
 class _Chunk(NamedTuple):
