@@ -187,11 +187,11 @@ def _matching(table: dict[str, Any], condition: str, where: str) -> np.ndarray:
 def _whole_numbers(column: Any, chosen: np.ndarray, rows: np.ndarray, where: str, name: str) -> np.ndarray:
     """Return a column of whole numbers, 0 or more."""
     values = np.asarray(column)[chosen]
-    if values.dtype.kind in "iu" and (values >= 0).all():
+    if values.dtype.kind == "i" and (values >= 0).all():
         found: np.ndarray = values.astype(np.int64)
         return found
     for row, value in zip(rows.tolist(), values.tolist(), strict=True):
-        if not (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        if not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63):
             raise PackError(f"{where}, row {row:,}: {name} is {value!r}; expected a whole number, 0 or more.")
     numbers: np.ndarray = values.astype(np.int64)
     return numbers

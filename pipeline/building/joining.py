@@ -27,9 +27,14 @@ def join_documents(dataset: Dataset, number: int) -> StoredWindow:
 
     A document of 10 tokens that was cut at 6 lies in two packs, as (offset 0, 6 tokens) and (offset 6, 4 tokens):
     sorted by document and offset, its pieces stand behind each other, and their tokens end to end are the document.
+
+    Raises:
+        FormatError: The window's shard is damaged.
     """
     first = int(dataset.shards.columns["first_pack"][number])
-    rows = [dataset[pack] for pack in range(first, first + dataset.shards[number]["rows"])]
+    packs = range(first, first + dataset.shards[number]["rows"])
+    dataset.check_hashes(packs[:1])  # its whole shard: a flipped bit would be written on with a hash that fits
+    rows = [dataset[pack] for pack in packs]
     tokens = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
     bounds = [row["cu_seqlens"].astype(np.int64) + start for row, start in zip(rows, tokens, strict=False)]
     starts = _joined([each[:-1] for each in bounds], np.int64)

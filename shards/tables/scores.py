@@ -77,7 +77,18 @@ def read_scores(path: str | Path, dataset_id: str) -> Scores:
             f"{path}: holds scores of dataset {told[:12] or 'without a name'}; expected those of {dataset_id[:12]}. "
             "Score this dataset with pack score."
         )
+    losses = table["loss"]
+    numbers = all(pa.types.is_integer(table.schema.field(name).type) for name in ("doc_id", "doc_part"))
+    if (
+        not numbers
+        or not pa.types.is_floating(losses.type)
+        or table["doc_id"].null_count
+        or table["doc_part"].null_count
+    ):
+        raise PackError(
+            f"{path}: doc_id, doc_part and loss are {', '.join(str(field.type) for field in table.schema)}; expected "
+            "whole numbers and a number, as pack score writes them. Score the dataset again."
+        )
     ids, parts = table["doc_id"].to_numpy(), table["doc_part"].to_numpy()
     order = np.lexsort((parts, ids))
-    losses = table["loss"].to_numpy().astype(np.float32)
-    return Scores(ids[order], parts[order], losses[order])
+    return Scores(ids[order], parts[order], losses.to_numpy().astype(np.float32)[order])

@@ -86,7 +86,7 @@ def score(as_json: bool, **flags: Any) -> None:
             result = run_score(config, world, on_progress)
         if not world.is_main:
             return
-        write_table(result.table, config.out)
+        write_table(result.table, config.out, overwrite=config.overwrite)
     finally:
         distributed.stop(world)
     for note in result.notes:

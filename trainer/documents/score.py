@@ -232,15 +232,17 @@ def summary_of(result: ScoreResult) -> ScoreSummary:
     }
 
 
-def write_table(table: pa.Table, out: str | Path) -> None:
+def write_table(table: pa.Table, out: str | Path, *, overwrite: bool = False) -> None:
     """Write a file whole or not at all.
 
     Raises:
-        PackError: It cannot be written.
+        PackError: It cannot be written, or somebody else has written it meanwhile.
     """
     scratch = Path(f"{out}.{os.getpid()}.tmp")
     try:
         pq.write_table(table, scratch, compression="zstd")
+        if Path(out).exists() and not overwrite:
+            raise PackError(f"`out`: {out} has come meanwhile; expected no file. Choose another, or add `overwrite`.")
         scratch.replace(out)
     except OSError as error:
         raise PackError(f"{out}: cannot be written ({error.strerror or error}). Choose another `out`.") from error

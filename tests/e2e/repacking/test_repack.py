@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from pipeline import BuildConfig, RecordOptions, build
+from pipeline import BuildConfig, DatasetExportConfig, RecordOptions, build, export_dataset
 from pipeline.building import repack as repacking
 from pipeline.building.repack import repack
 from pipeline.cli import main
@@ -214,3 +214,22 @@ def test_the_command_prints_what_it_made(tmp_path, tokenizer_dir, texts):
     )
     assert result.exit_code == 0
     assert json.loads(result.stdout)["dataset_id"] == Dataset(tmp_path / "new").dataset_id
+
+
+def test_a_flipped_token_is_not_written_on(tmp_path, tokenizer_dir, texts):
+    first = built(tmp_path / "first", tokenizer_dir, texts)
+    row = next(row for row in first if len(row["input_ids"]) > 20)
+    ids = row["input_ids"][:16].tobytes()
+    places = []
+    for path in (first.path / "shards").glob("*.arrow"):
+        content = bytearray(path.read_bytes())
+        if (at := content.find(ids)) >= 0:
+            content[at] ^= 1  # another id of the vocabulary
+            path.write_bytes(bytes(content))
+            places.append(at)
+    assert places
+    with pytest.raises(PackError, match="does not match its checksum"):
+        repack(RepackConfig(dataset=first.path, out=tmp_path / "out", seq_len=48))
+    for form in ("parquet", "jsonl", "megatron"):
+        with pytest.raises(PackError, match="does not match its checksum"):
+            export_dataset(DatasetExportConfig(dataset=first.path, to=form, out=tmp_path / form))

@@ -240,6 +240,7 @@ def test_scores_of_another_corpus_are_refused_and_those_of_other_packs_are_taken
         ("0:1\nsome\n", "row 2: 'some'; expected a doc_id, or window:record"),
         ('{"doc": 1}\n', "has the columns doc; expected doc_id among them"),
         ('{"doc_id": 1}\n{"doc_id": -4}\n', "row 2: doc_id is -4; expected a whole number"),
+        ('{"doc_id": 99999999999999999999999}\n', "row 1: doc_id is 9+; expected a whole number"),
         ('{"doc_id": 1\n', "is not JSONL"),
     ],
 )

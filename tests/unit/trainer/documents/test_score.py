@@ -4,6 +4,8 @@ from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -113,6 +115,14 @@ def test_a_foreign_file_and_a_taken_name_are_refused(make_dataset, documents, sa
     with pytest.raises(PackError, match="is there already"):
         config_of(dataset, saved_model, tmp_path)
     config_of(dataset, saved_model, tmp_path, overwrite=True)
+    with pytest.raises(PackError, match="has come meanwhile"):
+        write_table(result.table, tmp_path / "scores.parquet")
+    metadata = {"dataset_id": dataset.dataset_id}
+    for columns in ({"doc_id": ["a"]}, {"doc_id": [None]}, {"loss": ["high"]}, {"loss": [[1.0]]}):
+        hostile = pa.table({"doc_id": [0], "doc_part": [0], "loss": [1.0], **columns}).replace_schema_metadata(metadata)
+        pq.write_table(hostile, tmp_path / "hostile.parquet")
+        with pytest.raises(PackError, match="expected whole numbers and a number"):
+            read_scores(tmp_path / "hostile.parquet", dataset.dataset_id)
     with pytest.raises(PackError, match=r"holds scores of dataset .*; expected those of ffff"):
         read_scores(tmp_path / "scores.parquet", "f" * 64)
     (tmp_path / "x.parquet").write_bytes(b"no table")
