@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shards import Dataset
-from shards.errors import PackError
+from shards.errors import PackError, reason_of
 from trainer.metrics import Sample
 from trainer.model.loss import PackedLM, unwrap
 from trainer.saving.export import trained_end_ids
@@ -159,7 +159,8 @@ def read_prompts(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+        json.dumps(record, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
+    except (ValueError, RecursionError) as error:
         raise PackError(f"{where}: is not JSON ({error}). Correct the line, or name the file .txt.") from error
     known = isinstance(record, dict) and (
         isinstance(record.get("prompt"), str) or isinstance(record.get("messages"), list)
@@ -188,7 +189,13 @@ def _render(messages: list[Any], dataset: Dataset, where: str) -> str:
     from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(dataset.path / "tokenizer", trust_remote_code=False)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(dataset.path / "tokenizer", trust_remote_code=False)
+    except (ValueError, OSError) as error:  # code of its own is never run
+        raise PackError(
+            f"{where}: the tokenizer in {dataset.path} cannot be loaded for `messages` ({reason_of(error)}). "
+            "Give a `prompt`."
+        ) from error
     if not tokenizer.chat_template:
         raise PackError(f"{where}: {dataset.path} has no chat template; expected one for `messages`. Give a `prompt`.")
     try:

@@ -161,6 +161,8 @@ def test_a_text_begins_as_the_documents_of_the_dataset_do(tmp_path, bos_tokenize
         ("empty.txt", "\n \n", "`sample`: .*empty.txt is empty; expected a prompt in each line"),
         ("long.txt", "fox\n" + "fox " * 200, r"long.txt, line 2: the prompt has \d+ tokens; expected 1 to 64"),
         ("wrong.jsonl", "fox\n", r"wrong.jsonl, line 1: is not JSON"),
+        ("half.jsonl", '{"prompt": "\\ud800x"}\n', r"half.jsonl, line 1: is not JSON"),
+        ("deep.jsonl", "[" * 100_000, r"deep.jsonl, line 1: is not JSON"),
         ("other.jsonl", '{"text": "fox"}\n', 'other.jsonl, line 1: has neither a "prompt" that is text nor a list of'),
         ("list.jsonl", "[1]\n", "list.jsonl, line 1: has neither"),
         ("chat.jsonl", '{"messages": [1]}\n', "chat.jsonl, line 1: the chat template does not take these messages"),
