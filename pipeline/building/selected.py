@@ -49,7 +49,7 @@ def build_selected(config: BuildConfig, progress: Progress) -> BuildResult:
     store = LocalStore(whole)
     for name in owned_files(read_output(store)):
         store.remove(name)
-    store.made_root = True
+    store.made_root = True  # by the build above, in a store of its own
     store.prune()
     LocalStore(out).prune()
     return result

@@ -1,20 +1,24 @@
 """A small dataset built from real text, and processes that train on it, forked from a server that has torch already."""
 
 import json
+import logging
 import multiprocessing
 import multiprocessing.forkserver
+import os
 import random
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeline import BuildConfig, RecordOptions, build
 from shards import Dataset
 
+BUCKETS = ("corpora", "datasets")
 PROCESS = str(Path(__file__).parent / "train_process.py")
 
 
@@ -129,3 +133,28 @@ def build_words(words_dir: str, tmp_path: Path) -> Callable[..., Dataset]:
         return Dataset(tmp_path / name)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Any]:
+    """The file system of a store, moto's server on loopback; s3:// URLs lead there."""
+    server_module = pytest.importorskip("moto.server")
+    s3fs = pytest.importorskip("s3fs")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    names = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": os.devnull, "AWS_EC2_METADATA_DISABLED": "true",
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        filesystem = fsspec.filesystem("s3")
+        for bucket in BUCKETS:
+            filesystem.makedirs(bucket, exist_ok=True)  # moto remembers those of an earlier server
+        yield filesystem
+        s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
