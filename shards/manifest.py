@@ -6,7 +6,7 @@ the manifest itself does not grow with it, since shard list and index are tables
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,17 @@ from shards.errors import FormatError
 from shards.plan import FORMAT, VERSION, Plan, Stored, TokenizerPlan, plan_id, stored_columns
 from shards.publish import Store, canonical, seal
 from shards.schema import layout_of
-from shards.sidecar import MAX_LONGEST, LongDocument, ShardRecord, Sidecar, decode_index, sidecar_name
+from shards.sidecar import (
+    MAX_LONGEST,
+    EngineFact,
+    LongDocument,
+    ShardRecord,
+    Sidecar,
+    SpelledFact,
+    UnrolledFact,
+    decode_index,
+    sidecar_name,
+)
 from shards.tables.mapped import TableEntry, write_table
 from shards.tables.shard_list import SHARDS_FILE, SHARDS_SCHEMA, dataset_id, list_columns
 
@@ -43,6 +53,20 @@ class Maxima(TypedDict):
     num_segments: int
 
 
+class Facts(TypedDict):
+    """What a build says of itself that determines no byte; of this, what somebody reads."""
+
+    tokenizer: NotRequired[list[EngineFact]]
+    seconds: NotRequired[float]
+    tokens_read: NotRequired[int]
+    workers: NotRequired[int]
+    trained_end_ids: NotRequired[list[int]]
+    unrolled: NotRequired[UnrolledFact]
+    spelled_controls: NotRequired[SpelledFact]
+    unread_fields: NotRequired[dict[str, dict[str, int]]]
+    tokenizer_proofs: NotRequired[list[dict[str, Any]]]
+
+
 class Manifest(TypedDict):
     """The commit of a dataset."""
 
@@ -60,7 +84,7 @@ class Manifest(TypedDict):
     maxima: Maxima
     shards: TableEntry
     index: TableEntry
-    facts: dict[str, Any]
+    facts: Facts
 
 
 def digest_files(files: dict[str, bytes]) -> dict[str, str]:
@@ -126,7 +150,7 @@ def commit(
         "maxima": gathered.maxima,
         "shards": shards,
         "index": index,
-        "facts": facts | {"stages_s": gathered.stages, "tokenizer": list(gathered.engines.values())},
+        "facts": cast("Facts", facts | {"stages_s": gathered.stages, "tokenizer": list(gathered.engines.values())}),
     }
     if wrong := imbalance(totals):
         raise FormatError(

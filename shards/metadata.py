@@ -2,8 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, cast
 
+from shards.counts import Histogram
 from shards.errors import FormatError
 from shards.manifest import INDEX_FILE, Manifest
 from shards.plan import Plan, check_version, parse_plan, plan_id, size_problem, stored_columns
@@ -14,7 +15,7 @@ from shards.tables.index import Index
 from shards.tables.mapped import RESTORE, map_table, view_table
 from shards.tables.shard_list import SHARDS_FILE, SHARDS_SCHEMA, ShardList
 
-HISTOGRAMS: tuple[Literal["lengths", "segment_lengths"], ...] = ("lengths", "segment_lengths")
+MAX_LENGTH = 1 << 31  # of a document, in tokens: offsets in it are int32
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -48,18 +49,34 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     except (ValueError, AttributeError, RecursionError) as error:
         raise FormatError(f"{where}: is not JSON (rule F1). {RESTORE}", "F1") from error
     manifest = unseal(data, where, "F1")
-    wrong = mismatch(manifest, Manifest)
-    if wrong is None and not (manifest["shards"]["rows"] >= 0 and manifest["index"]["rows"] >= 0):
-        wrong = "it counts rows below 0"
-    if wrong is None:
-        wrong = size_problem(manifest["seq_len"], manifest["stored"]["align"], manifest["tokenizer"])
-    if wrong is None:
-        histograms = ((source, source[name], name) for source in manifest["sources"] for name in HISTOGRAMS)
-        found = (uneven(table, 3, f"{name} of source {source['name']!r}") for source, table, name in histograms)
-        wrong = next(filter(None, found), None)
-    if wrong:
+    if wrong := _problem(manifest):
         raise FormatError(f"{where}: {wrong} (rule F1). {RESTORE}", "F1")
     return cast("Manifest", manifest)
+
+
+def _problem(manifest: Any) -> str | None:
+    """Return what is wrong with the fields of a parsed manifest, or None."""
+    if wrong := mismatch(manifest, Manifest):
+        return wrong
+    if not (manifest["shards"]["rows"] >= 0 and manifest["index"]["rows"] >= 0):
+        return "it counts rows below 0"
+    found = (
+        _histogram_problem(source[name], f"{name} of source {source['name']!r}", longest)
+        for source in manifest["sources"]
+        for name, longest in (("lengths", MAX_LENGTH), ("segment_lengths", manifest["seq_len"]))
+    )
+    sizes = size_problem(manifest["seq_len"], manifest["stored"]["align"], manifest["tokenizer"])
+    return sizes or next(filter(None, found), None)
+
+
+def _histogram_problem(histogram: Histogram, where: str, longest: int) -> str | None:
+    """Return which class of a histogram no lengths from 1 to `longest` can give, or None."""
+    if wrong := uneven(histogram, 3, where):
+        return wrong
+    for place, (edge, number, tokens) in enumerate(histogram):
+        if not (1 <= edge <= longest and number and edge * number <= tokens):
+            return f"{where}[{place}] counts {number} lengths from {edge} on, of {tokens} tokens in all"
+    return None
 
 
 def read_plan(path: Path, manifest: Manifest) -> Plan:
@@ -77,11 +94,13 @@ def read_plan(path: Path, manifest: Manifest) -> Plan:
         raise FormatError(
             f"{file}: is not the plan that the manifest names (rule F2). Restore it, or build again.", "F2"
         )
-    told = (manifest["seq_len"], manifest["packer"], manifest["tokenizer"], manifest["stored"])
-    if told != (plan["seq_len"], plan["packer"]["name"], plan["tokenizer"], stored_columns(plan)):
+    names = [source["name"] for source in manifest["sources"]]
+    told = (manifest["seq_len"], manifest["packer"], manifest["tokenizer"], manifest["stored"], names)
+    planned = [source["name"] for source in plan["sources"]]
+    if told != (plan["seq_len"], plan["packer"]["name"], plan["tokenizer"], stored_columns(plan), planned):
         raise FormatError(
-            f"{path / 'manifest.json'}: names seq_len {manifest['seq_len']}, packer {manifest['packer']!r}, columns or "
-            f"a tokenizer that are not the plan's (rule F1). {RESTORE}",
+            f"{path / 'manifest.json'}: names seq_len {manifest['seq_len']}, packer {manifest['packer']!r}, columns, a "
+            f"tokenizer or sources that are not the plan's (rule F1). {RESTORE}",
             "F1",
         )
     return plan

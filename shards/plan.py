@@ -7,6 +7,7 @@ canonical JSON; every sidecar and shard names it, so work of another plan is nev
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NotRequired, TypedDict, cast
 
@@ -17,6 +18,7 @@ from shards.records import mismatch
 FORMAT = "shardpack"
 VERSION = 2
 MAX_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
+SOURCE_NAME = r"[A-Za-z0-9_.-]+"
 
 
 class Stored(TypedDict):
@@ -190,10 +192,21 @@ def stored_columns(plan: Plan) -> Stored:
 
 def plan_problem(plan: Any) -> str | None:
     """Return what is wrong with the fields of a parsed plan, or None."""
-    wrong = mismatch(plan, Plan)
-    if wrong is None:
-        return size_problem(plan["seq_len"], plan["align"], plan["tokenizer"])
-    return wrong
+    return (
+        mismatch(plan, Plan)
+        or size_problem(plan["seq_len"], plan["align"], plan["tokenizer"])
+        or name_problem([source["name"] for source in plan["sources"]])
+    )
+
+
+def name_problem(names: Sequence[str]) -> str | None:
+    """Return which name of a source cannot be, or None: names become parts of file names, metrics and settings."""
+    for place, name in enumerate(names):
+        if not re.fullmatch(SOURCE_NAME, name):
+            return f"sources[{place}].name is {_short(name)!r}; expected letters, digits, and any of _.-"
+        if name in names[:place]:
+            return f"two of its sources have the name {name!r}"
+    return None
 
 
 def size_problem(seq_len: int, align: int, tokenizer: TokenizerPlan) -> str | None:

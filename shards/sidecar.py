@@ -6,7 +6,7 @@ dataset reads sidecars one after another and never opens a shard.
 
 import base64
 from collections.abc import Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import pyarrow as pa
 
@@ -48,6 +48,50 @@ class Rejection(TypedDict):
     record: str
 
 
+class GuardFact(TypedDict):
+    """How the ids of a fast tokenizer engine were compared with the reference's."""
+
+    result: str
+    compares_all: NotRequired[bool]
+
+
+class EngineFact(TypedDict):
+    """The tokenizer engine that wrote a window."""
+
+    engine: str
+    version: str
+    guard: GuardFact
+
+
+class UnrolledFact(TypedDict, total=False):
+    """Conversations that became several documents; empty where none did."""
+
+    conversations: int
+    turns: int
+    documents: int
+    tokens: int
+    tokens_once: int
+
+
+class SpelledFact(TypedDict, total=False):
+    """Texts that spell a control token without becoming one; empty where none does."""
+
+    texts: int
+    example: str
+
+
+class WindowFacts(TypedDict):
+    """What a window's task says of itself that determines no byte; of this, what somebody reads."""
+
+    stages_s: dict[str, float]
+    tokenizer: NotRequired[EngineFact]
+    trained_end_ids: NotRequired[list[int]]
+    unrolled: NotRequired[UnrolledFact]
+    spelled_controls: NotRequired[SpelledFact]
+    unread_fields: NotRequired[dict[str, int]]
+    files: NotRequired[list[list[int]]]
+
+
 class Sidecar(TypedDict):
     """The commit of one window."""
 
@@ -67,7 +111,7 @@ class Sidecar(TypedDict):
     raw_bytes: int
     rejected: list[Rejection]
     index: str
-    facts: dict[str, Any]
+    facts: WindowFacts
 
 
 def make_sidecar(
@@ -124,7 +168,7 @@ def make_sidecar(
         "raw_bytes": raw_bytes,
         "rejected": list(rejected),
         "index": encode_index(index),
-        "facts": {"stages_s": {}} | (facts or {}),
+        "facts": cast("WindowFacts", {"stages_s": {}} | (facts or {})),
     }
 
 
@@ -148,7 +192,15 @@ def read_sidecar(store: Store, window: int) -> Sidecar | None:
     data = store.get(name)
     if data is None:
         return None
-    where = f"{store.location}/{name}"
+    return parse_sidecar(data, f"{store.location}/{name}")
+
+
+def parse_sidecar(data: bytes, where: str) -> Sidecar:
+    """Parse a sidecar and check its seal, version and fields.
+
+    Raises:
+        FormatError: It is damaged, or another version wrote it.
+    """
     sidecar = unseal(data, where, "F5")
     check_version(sidecar, where, "F5")
     wrong = mismatch(sidecar, Sidecar)

@@ -104,9 +104,9 @@ def _print_result(result: Any, as_json: bool) -> None:
     elif manifest is not None:
         from pipeline.report.dataset import summary_lines
 
-        say("\n".join(summary_lines(dict(manifest), result.path)))
+        say("\n".join(summary_lines(manifest, result.path)))
         if result.holdout is not None:
-            say("\n".join(summary_lines(dict(result.holdout.manifest), result.holdout.path)))
+            say("\n".join(summary_lines(result.holdout.manifest, result.holdout.path)))
 
 
 @click.command()

@@ -123,19 +123,19 @@ def summarize_sidecars(store: Store, plan_id: str, num_windows: int, max_rejecte
         totals = add_counts(totals, sidecar["counts"])
         tally.add(sidecar["counts"], sidecar["rejected"])
         trained_end_ids |= set(sidecar["facts"].get("trained_end_ids", ()))
-        unrolled = add_numbers(unrolled, sidecar["facts"].get("unrolled", {}))
+        unrolled = add_numbers(unrolled, {**sidecar["facts"].get("unrolled", {})})
         if unread := sidecar["facts"].get("unread_fields"):
             unread_fields = add_numbers(unread_fields, {sidecar["source"]: unread})
         if spelled := sidecar["facts"].get("spelled_controls"):
-            texts = spelled_controls.get("texts", 0) + spelled["texts"]
-            spelled_controls = {"example": spelled["example"], **spelled_controls, "texts": texts}
-        fact = sidecar["facts"]["tokenizer"]
-        engine_differed |= fact["guard"]["result"] == "differs"
-        if fact["engine"] != REFERENCE:
+            texts = spelled_controls.get("texts", 0) + spelled.get("texts", 0)
+            spelled_controls = {**spelled, **spelled_controls, "texts": texts}
+        windows.append(committed_window(sidecar))
+        fact = sidecar["facts"].get("tokenizer")
+        engine_differed |= fact is not None and fact["guard"]["result"] == "differs"
+        if fact is not None and fact["engine"] != REFERENCE:
             fast_windows.add(sidecar["window"])
             if not fact["guard"].get("compares_all"):
                 unproven.add((fact["engine"], fact["version"]))
-        windows.append(committed_window(sidecar))
     tally.check()
     return SidecarSummary(
         totals,

@@ -30,7 +30,7 @@ from pipeline.report.records import (
 from pipeline.report.warnings import find_warnings
 from shards.counts import SET_ASIDE, Counts
 from shards.errors import PackError, counted
-from shards.manifest import SourceTotals
+from shards.manifest import Facts, Manifest, SourceTotals
 from shards.ordering.step_order import StepOrder
 from shards.reader import Dataset
 from shards.tables.index import Index
@@ -294,30 +294,33 @@ def fill_by_seq_len(lengths: np.ndarray) -> list[FillAtLength]:
     return entries
 
 
-def _spelled_controls(facts: dict[str, Any]) -> list[str]:
+def _spelled_controls(facts: Facts) -> list[str]:
     """Say how many texts spell control tokens, as a line or none."""
-    spelled = facts.get("spelled_controls")
-    if not spelled:
+    spelled = facts.get("spelled_controls", {})
+    texts = spelled.get("texts", 0)
+    if not texts:
         return []
-    verb = "spells a control token" if spelled["texts"] == 1 else "spell control tokens"
-    what = f"{counted(spelled['texts'], 'text')} {verb}, such as {spelled['example']!r}"
+    verb = "spells a control token" if texts == 1 else "spell control tokens"
+    what = f"{counted(texts, 'text')} {verb}, such as {spelled.get('example', '')!r}"
     return [f"control text: {what}; it was kept as text (--parse-special reads it as control tokens)"]
 
 
-def _unrolled(facts: dict[str, Any]) -> list[str]:
+def _unrolled(facts: Facts) -> list[str]:
     """Say which conversations became several documents, and what that costs, as a line or none."""
-    unrolled = facts.get("unrolled")
-    if not unrolled:
+    unrolled = facts.get("unrolled", {})
+    conversations, turns = unrolled.get("conversations", 0), unrolled.get("turns", 0)
+    once = unrolled.get("tokens_once", 0)
+    if not once:
         return []
-    what = f"{counted(unrolled['conversations'], 'conversation')} with {counted(unrolled['turns'], 'trained answer')}"
-    factor = unrolled["tokens"] / unrolled["tokens_once"]
+    what = f"{counted(conversations, 'conversation')} with {counted(turns, 'trained answer')}"
+    documents, factor = counted(unrolled.get("documents", 0), "document"), unrolled.get("tokens", 0) / once
     return [
-        f"unrolled: {what} became {counted(unrolled['documents'], 'document')} of {factor:.2f} times the tokens, since "
+        f"unrolled: {what} became {documents} of {factor:.2f} times the tokens, since "
         "the chat template rewrites earlier turns (--unroll never refuses them)"
     ]
 
 
-def summary_lines(manifest: dict[str, Any], path: str) -> list[str]:
+def summary_lines(manifest: Manifest, path: str) -> list[str]:
     """Return what a person wants to know when a build has finished, in a few lines."""
     totals, seq_len = manifest["totals"], manifest["seq_len"]
     tokens, packs = totals["tokens"]["packed"], totals["packs"]

@@ -7,6 +7,7 @@ Shares are between 0 and 1, lengths in tokens. A histogram is a list of `[lower 
 from typing import Any, NotRequired, TypedDict
 
 from shards.counts import DocumentCounts, TokenCounts
+from shards.manifest import Facts
 
 Histogram = list[list[int]]
 
@@ -157,7 +158,7 @@ class DatasetReport(TypedDict):
     sources: list[SourceFigures]
     mix: list[MixFigures]
     disk: DiskFigures
-    build: dict[str, Any]
+    build: Facts
     warnings: list[str]
     row_statistics: NotRequired[RowStatistics]
     fill_by_seq_len: NotRequired[list[FillAtLength]]

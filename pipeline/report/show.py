@@ -23,7 +23,8 @@ from shards.fetching.cache import Cache
 from shards.plan import Plan
 from shards.reader import Dataset
 from shards.schema import split_doc_id
-from shards.tables.provenance import Provenance, parts_of, read_sidecar
+from shards.sidecar import Sidecar
+from shards.tables.provenance import Provenance, parts_of, read_sidecar, spans_of
 from shards.tables.scores import Scores, read_scores
 from shards.tables.shard_list import ShardEntry
 from shards.text import printable
@@ -105,14 +106,14 @@ def decode_pack(
         raise PackError(f"{dataset.path}: no pack {row}; it has {len(dataset):,}, counted from 0.")
     pack, (shard, local) = dataset[row], dataset.shard_of(row)
     bounds = pack["cu_seqlens"].tolist()
-    plan, sidecar = dataset.plan, read_sidecar(dataset, shard["window"])
+    sidecar, spans = read_sidecar(dataset, shard["window"]), spans_of(dataset, shard["window"])
     parts = parts_of(dataset, shard["window"], set(pack["doc_ids"].tolist()))
     segments = [
         {
             "document": int(document),
             "part": int(part),
             **({} if scores is None else {"loss": scores.loss_of(int(document), int(part))}),
-            "record": record_of(plan, shard, sidecar, int(document)),
+            "record": record_of(dataset.plan, shard, spans, int(document)),
             "start": start,
             "tokens": stop - start,
             "document_offset": int(offset),
@@ -153,19 +154,19 @@ def _runs(pack: DecodedPack, start: int, stop: int, decoder: Decoder) -> Iterato
         yield {"text": text, "trained": bool(mask[first]), "special": bool(special[first]), "tokens": last - first}
 
 
-def record_of(plan: Plan, shard: ShardEntry, sidecar: dict[str, Any], document: int) -> str:
+def record_of(plan: Plan, shard: ShardEntry, spans: list[list[int]], document: int) -> str:
     """Return where a document came from: file, and its place among the records of its slice."""
     window, index = split_doc_id(document)
     files = next(source["files"] for source in plan["sources"] if source["name"] == shard["source"])
-    for number, start, stop, first, count in sidecar.get("spans", ()):
+    for number, start, stop, first, count in spans:
         if first <= index < first + count:
             file = files[number]
             if shard["window"] < len(plan["windows"]):
                 unit = UNITS.get(file["format"], "bytes")
             else:  # cut while it was read
                 unit = "lines" if file["format"] == "jsonl" else "records"
-            return f"{file['name']}, record {index - first} of {unit} {start}:{stop}"
-    return f"window {window}, record {index}"
+            return f"{file['name']}, record {index - first + 1} of {unit} {start}:{stop}"
+    return f"window {window}, record {index}"  # as `--doc` takes it: {window}:{index}
 
 
 def find_neighbours(parts: list[tuple[int, int, int]], offset: int, whole: int | None) -> dict[str, int | None]:
@@ -190,8 +191,9 @@ def find_neighbours(parts: list[tuple[int, int, int]], offset: int, whole: int |
     }
 
 
-def _whole(sidecar: dict[str, Any], document: int) -> int | None:
-    return next((entry["tokens"] for entry in sidecar.get("longest", []) if entry["doc_id"] == document), None)
+def _whole(sidecar: Sidecar | None, document: int) -> int | None:
+    longest = sidecar["longest"] if sidecar else []
+    return next((entry["tokens"] for entry in longest if entry["doc_id"] == document), None)
 
 
 def rows_of_document(dataset: Dataset, document: int) -> list[int]:

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -13,6 +12,7 @@ from pipeline.formatting import balances, format_bytes, format_count, format_dur
 from pipeline.report.records import DatasetReport
 from shards.counts import DocumentCounts
 from shards.errors import counted
+from shards.manifest import Facts
 from shards.text import printable
 
 LENGTHS = ("p1", "p5", "p25", "p50", "p75", "p95", "p99", "p99.9", "max")
@@ -140,14 +140,14 @@ def _parts(documents: DocumentCounts) -> str:
     return f" ({extra})" if extra else ""
 
 
-def _built(build: dict[str, Any], tokens: int) -> Iterator[list[str]]:
-    for entry in build["tokenizer"]:
+def _built(build: Facts, tokens: int) -> Iterator[list[str]]:
+    for entry in build.get("tokenizer", []):
         yield ["tokenizer engine", f"{entry['engine']} {entry['version']}, guard: {entry['guard']['result']}"]
     seconds = build.get("seconds")
     if seconds:
         new = build.get("tokens_read", tokens)
         last = f" for the last {new:,} tokens" if new < tokens else ""
-        speed = f"{new / seconds:,.0f} tokens/s, {counted(build['workers'], 'worker')}"
+        speed = f"{new / seconds:,.0f} tokens/s, {counted(build.get('workers', 1), 'worker')}"
         yield ["built in", f"{format_duration(seconds)}{last}, {speed}"]
 
 

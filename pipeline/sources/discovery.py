@@ -22,6 +22,7 @@ from pipeline.sources.token_files import is_megatron, open_tokens
 from pipeline.sources.windows import Source, SourceFile
 from shards.errors import SourceError
 from shards.fetching.remote import filesystem_of, hide_secrets, is_url, reaching
+from shards.plan import SOURCE_NAME
 
 SUFFIXES = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"},
@@ -32,7 +33,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 FOREIGN = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".tgz", ".tar")  # what --format does not help with
 FORMATS = tuple(dict.fromkeys([*SUFFIXES.values(), *TOKEN_SUFFIXES.values()]))
 UNNAMED = "corpus"
-NAMED = re.compile(r"([A-Za-z0-9_.-]+)=(.+)", re.DOTALL)
+NAMED = re.compile(f"({SOURCE_NAME})=(.+)", re.DOTALL)
 HEAD_BYTES = 64 << 10
 
 

@@ -5,15 +5,14 @@ among the documents of that record. The sidecar of a window lists the slices of 
 each (`spans`), so a record's place in its file is the sum of the records that windows before it read of the same file.
 """
 
-import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from shards.errors import PackError, counted
+from shards.errors import FormatError, PackError, counted
 from shards.reader import Dataset
 from shards.schema import doc_id, split_doc_id
-from shards.sidecar import sidecar_name
+from shards.sidecar import Sidecar, parse_sidecar, sidecar_name
 
 Parts = dict[tuple[int, int], list[tuple[int, int, int]]]
 
@@ -109,10 +108,13 @@ class Provenance:
     def reason_of_absence(self, document: int) -> str:
         """Say why no pack holds a document, as far as the dataset knows."""
         window, _ = split_doc_id(document)
-        for entry in self._sidecar(window).get("rejected", ()):
+        sidecar = read_sidecar(self.dataset, window)
+        if sidecar is None:
+            return "it does not exist"
+        for entry in sidecar["rejected"]:
             if entry["doc_id"] == document:
                 return f"it was rejected: {entry['reason'].rstrip('.')}"
-        dropped = self._sidecar(window).get("counts", {}).get("documents", {}).get("dropped", {})
+        dropped = sidecar["counts"]["documents"]["dropped"]
         reasons = ", ".join(f"{name} {count:,}" for name, count in dropped.items() if count)
         return f"it was left out (left out of its window: {reasons})" if reasons else "it does not exist"
 
@@ -122,7 +124,7 @@ class Provenance:
         number, spans = self.dataset.shards.sources.index(source), list[_Span]()
         before: dict[int, int] = {}
         for window in np.flatnonzero(self.dataset.shards.columns["source"] == number).tolist():
-            for file, _, _, first, count in self._sidecar(window).get("spans", ()):
+            for file, _, _, first, count in spans_of(self.dataset, window):
                 span = _Span(window, file, first, count, before.get(file, 0))
                 before[file] = span.before + count
                 spans.append(span)
@@ -133,14 +135,34 @@ class Provenance:
         files = next(entry["files"] for entry in self.dataset.plan["sources"] if entry["name"] == source)
         return [file["name"] for file in files]
 
-    def _sidecar(self, window: int) -> dict[str, Any]:
-        return read_sidecar(self.dataset, window)
 
+def read_sidecar(dataset: Dataset, window: int) -> Sidecar | None:
+    """Return the sidecar of a window; None where it is not there.
 
-def read_sidecar(dataset: Dataset, window: int) -> dict[str, Any]:
-    """Return the sidecar of a window, unchecked; empty where it is not there."""
+    Raises:
+        FormatError: It is damaged.
+    """
     file = dataset.file(sidecar_name(window))
-    return dict(json.loads(file.read_bytes())) if file.exists() else {}
+    return parse_sidecar(file.read_bytes(), str(file)) if file.exists() else None
+
+
+def spans_of(dataset: Dataset, window: int) -> list[list[int]]:
+    """Return which records of a window came from where: [file, start, stop, first record, number of records].
+
+    Raises:
+        FormatError: Its sidecar is damaged, or names a file that the plan does not have.
+    """
+    sidecar, source = read_sidecar(dataset, window), dataset.shards[window]["source"]
+    spans = sidecar["spans"] if sidecar else []
+    files = next(len(entry["files"]) for entry in dataset.plan["sources"] if entry["name"] == source)
+    for span in spans:
+        if span[0] >= files:
+            raise FormatError(
+                f"{dataset.path / sidecar_name(window)}: reads file {span[0]} of source {source}, of which the plan "
+                f"has {files} (rule F5). Restore it, or build again.",
+                "F5",
+            )
+    return spans
 
 
 def parse_document_id(text: str) -> int:

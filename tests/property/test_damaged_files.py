@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import xxhash
+from click.testing import CliRunner
 
 import shards.verification
+from pipeline.cli import main
 from shards import Dataset, PackError, verify
 from shards.ordering.step_order import StepOrder
 from shards.plan import plan_id
@@ -43,6 +45,7 @@ VALUES = [
 ]
 NUM_PACKS = 6
 ROUNDS = 150
+REPORT_ROUNDS = 25
 
 
 def read_everything(path: Path) -> int:
@@ -185,3 +188,42 @@ def test_a_changed_file_ends_in_a_named_error_or_a_correct_read(write_dataset, m
     # a seal covers the values of a JSON file, not its white space; what is crafted may keep every rule: facts, padding,
     # another token of the vocabulary
     assert intact <= (0.02 if spoil is damaged else 0.9) * changed
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tokenizer_dir):
+    """A dataset of two sources, one of them cut to windows of a few records, as `pack build` writes it."""
+    folder = tmp_path_factory.mktemp("built")
+    for name in ("web", "code"):
+        lines = (json.dumps({"text": f"{name} one two three " * (1 + number % 5)}) for number in range(40))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    sources = [f"{name}={folder / name}.jsonl" for name in ("web", "code")]
+    flags = ["--tokenizer", tokenizer_dir, "--seq-len", "32", "--workers", "1", "--window-bytes", "1000"]
+    done = CliRunner().invoke(main, ["build", *sources, *flags, "--out", str(folder / "data")], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return folder / "data"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "plan.json", "shards/00000000.json"])
+def test_what_a_person_reads_of_crafted_files_is_text_or_a_named_error(built, tmp_path, name):
+    path, page = str(built), str(tmp_path / "page.html")
+    commands = [
+        ["inspect", path, "--html", page], ["inspect", path, "--json"], ["show", path, "0"],
+        ["show", path, "--doc", "web.jsonl:1"], ["verify", path],
+    ]  # fmt: skip
+    before = {file: file.read_bytes() for file in built.rglob("*") if file.is_file()}
+    refused = 0
+    for number in range(REPORT_ROUNDS):
+        crafted_json(built, name, random.Random(f"{name} {number}"))
+        for command in commands:
+            done = CliRunner().invoke(main, command, catch_exceptions=False)
+            error = done.stderr.strip()
+            refused += bool(done.exit_code)
+            assert done.exit_code in (0, 1, 2), (number, command, done.output)
+            assert "Traceback" not in done.output
+            if done.exit_code and command[0] != "verify":  # which says all that it finds
+                assert error
+                assert "\n" not in error, (number, command, error)
+        for file, data in before.items():
+            file.write_bytes(data)
+    assert refused > REPORT_ROUNDS / 4

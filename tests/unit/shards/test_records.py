@@ -37,7 +37,9 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"share": 0.5}, {"maybe": 7}, {"more": "x"}, {"rows": []}, {"ids": []}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"share": 0.5}, {"maybe": 7}, {"more": "x"}, {"rows": []}, {"ids": [-(1 << 63), (1 << 63) - 1]}]
+)
 def test_what_fits_has_no_mismatch(changes):
     assert mismatch(GOOD | changes, Outer) is None
 
@@ -59,6 +61,12 @@ def test_what_fits_has_no_mismatch(changes):
         ({"share": True}, "share is a bool; expected float"),
         ({"flag": 1}, "flag is a int; expected bool"),
         ({"more": 1}, "more is a int; expected str"),
+        ({"ids": [3, 1 << 63]}, "ids[1] is 9223372036854775808; expected a number of 64 bits"),
+        ({"rows": [[1], [-1 - (1 << 63)]]}, "rows[1][0] is -9223372036854775809; expected a number of 64 bits"),
+        ({"inner": {"n": 1 << 90}}, "inner.n is 1237940039285380274899124224; expected a number of 64 bits"),
+        ({"share": float("inf")}, "share is inf; expected a finite number"),
+        ({"share": float("nan")}, "share is nan; expected a finite number"),
+        ({"share": 1 << 63}, "share is 9223372036854775808; expected a number of 64 bits"),
     ],
 )
 def test_the_first_mismatch_is_named_by_its_place(changes, found):

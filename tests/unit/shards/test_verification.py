@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 
 from shards import Dataset, FormatError, verify
-from shards.publish import seal
+from shards.metadata import parse_manifest
+from shards.plan import parse_plan
+from shards.publish import canonical, seal
+from shards.sidecar import sidecar_name
+from shards.tables.provenance import spans_of
 
 PACKS = {"web": [[3, 2], [4], [1, 1, 2]], "code": [[5], [2, 2]]}
 
@@ -35,7 +39,7 @@ def edit(record: Any, place: str, value: Any) -> None:
         ("sources.1.segment_lengths", [], "F14"),
         ("sources.0.bound_packs", 0, "F14"),
         ("sources.0.longest", [{"doc_id": 0, "tokens": 10**9}], "F14"),
-        ("sources.0.name", "books", "F5"),
+        ("sources.0.name", "books", "F1"),
         ("totals.tokens.packed", 10**9, "F14"),
         ("totals.packs", 3, "F13"),
         ("index.rows", 3, "F13"),
@@ -86,3 +90,54 @@ def test_a_shard_list_cannot_name_a_file_elsewhere(write_dataset):
         f"shards/{window:08d}-{shard['xxh3_128'][:16]}.arrow" for window, shard in enumerate(dataset.shards)
     ]
     assert "file" not in dataset.shards.columns, "the name follows from window and hash"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "expected"),
+    [
+        ("sources.0.name", "../books", r"sources\[0\].name is '../books'; expected letters, digits"),
+        ("sources.0.name", "", r"sources\[0\].name is ''; expected letters"),
+        ("sources.1.name", "web", "two of its sources have the name 'web'"),
+        ("seed", 1 << 63, "seed is 9223372036854775808; expected a number of 64 bits"),
+    ],
+)
+def test_a_plan_that_names_its_sources_so_that_files_could_be_elsewhere_is_refused(
+    write_dataset, place, value, expected
+):
+    path = write_dataset(PACKS, seq_len=64)
+    record = json.loads((path / "plan.json").read_text())
+    edit(record, place, value)
+    with pytest.raises(FormatError, match=rf"plan\.json: {expected}.*\(rule F2\)"):
+        parse_plan(canonical(record), "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "expected"),
+    [
+        ("sources.0.lengths", [[0, 1, 5]], "counts 1 lengths from 0 on, of 5 tokens in all"),
+        ("sources.0.lengths", [[4, 3, 11]], "counts 3 lengths from 4 on, of 11 tokens in all"),
+        ("sources.0.lengths", [[4, 0, 11]], "counts 0 lengths from 4 on"),
+        ("sources.1.segment_lengths", [[65, 1, 65]], "counts 1 lengths from 65 on"),  # seq_len is 64
+        ("totals.packs", 1 << 64, "totals.packs is 18446744073709551616; expected a number of 64 bits"),
+        ("facts.trained_end_ids", ["x"], r"facts.trained_end_ids\[0\] is a str; expected int"),
+        ("facts.tokenizer", [{"engine": "x", "version": "1"}], r"facts.tokenizer\[0\].guard is missing"),
+    ],
+)
+def test_a_manifest_of_impossible_figures_is_refused(write_dataset, place, value, expected):
+    path = write_dataset(PACKS, seq_len=64)
+    record = json.loads((path / "manifest.json").read_text())
+    del record["checksum"]
+    edit(record, place, value)
+    with pytest.raises(FormatError, match=rf"{expected}.*\(rule F1\)"):
+        parse_manifest(seal(record), "manifest.json")
+
+
+def test_a_sidecar_that_reads_files_which_the_plan_does_not_have_is_refused(write_dataset):
+    path = write_dataset(PACKS, seq_len=64)
+    file = path / sidecar_name(0)
+    record = json.loads(file.read_text())
+    del record["checksum"]
+    files = len(json.loads((path / "plan.json").read_text())["sources"][0]["files"])
+    file.write_bytes(seal(record | {"spans": [[files, 0, 9, 0, 1]]}))
+    with pytest.raises(FormatError, match=rf"reads file {files} of source web, of which the plan has {files}.*F5"):
+        spans_of(Dataset(path), 0)
