@@ -3,6 +3,7 @@
 import pickle
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from threading import enumerate as enumerate_threads
@@ -197,7 +198,11 @@ def test_reading_ahead_stops_where_the_cache_is_full_and_every_shard_is_fetched_
     dataset = Dataset(URL, cache=Cache(tmp_path / "cache", 4 * size))
     ahead = ReadAhead(items_of(*([pack] for pack in range(18))), dataset.shards, dataset.mirror)
     for _, _ in ahead:
-        assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*/shards/*.arrow")) <= 4 * size
+        held = 0
+        for path in (tmp_path / "cache").glob("*/shards/*.arrow"):
+            with suppress(FileNotFoundError):  # threads that read ahead remove others meanwhile
+                held += path.stat().st_size
+        assert held <= 4 * size
     ahead.close()
     assert set(store.shards.values()) == {1}
     assert len(store.shards) == 6
