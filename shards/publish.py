@@ -109,11 +109,16 @@ class LocalStore:
         """Make the directories of a dataset.
 
         Raises:
-            PackError: The place cannot be written to.
+            PackError: The place cannot be written to, or its directories are links to others.
         """
         try:
             self._make_root()
             for directory in (self.root / "shards", self.root / "tokenizer", self.root / TMP):
+                if directory.is_symlink():
+                    raise PackError(
+                        f"{directory}: is a link; expected a directory, since what is written and removed in a dataset "
+                        "stays inside it. Remove the link, or choose another directory."
+                    )
                 directory.mkdir(parents=True, exist_ok=True)
             probe = self.scratch("probe")
             probe.touch()

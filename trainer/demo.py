@@ -142,7 +142,8 @@ def generate_text(model_dir: Path, prompt: str = "def ", tokens: int = 40) -> st
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False)
+    with quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False)
     model.eval()
     torch.manual_seed(0)
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])

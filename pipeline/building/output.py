@@ -206,9 +206,9 @@ def _decide_without_plan(state: OutputState, config: BuildConfig | Request) -> D
 
 def prepare(store: Store, state: OutputState, decision: Decision, job: Work) -> None:
     """Make the directory hold this plan: remove what was decided, then write the plan and after it the tokenizer."""
+    store.create()
     for name in decision.remove:
         store.remove(name)
-    store.create()
     store.sweep()
     if decision.action == "start" or state.plan is None:
         store.put("plan.json", canonical(job.plan))

@@ -1,8 +1,8 @@
 """`pack push` and `pack pull`: whole datasets to the Hugging Face hub and back.
 
-A push is one commit, so a dataset is there whole or not at all; what an interrupted push had uploaded is not sent
-again. A pull goes into `<out>.partial`, is checked byte by byte against the manifest, and then takes its place; an
-interrupted one goes on where it stopped.
+A push checks the dataset first, and is one commit, so a dataset is there whole or not at all; what an interrupted push
+had uploaded is not sent again. A pull goes into `<out>.partial`, is checked byte by byte against the manifest, and then
+takes its place; an interrupted one goes on where it stopped.
 """
 
 import os
@@ -85,6 +85,11 @@ def push(path: str | Path, url: str, *, private: bool = False, overwrite: bool =
     repo, revision = parse_address(url)
     if revision is not None:
         raise PackError(f"{url}: names a revision; expected none, since a push makes one. Leave out @{revision}.")
+    report = verify(path)
+    if not report.ok:  # nothing but the dataset may leave this machine, links and foreign names least of all
+        raise PackError(
+            f"{path}: is no whole dataset ({report.problems[0].message.rstrip('.')}). Mend it; see pack verify."
+        )
     dataset = Dataset(path)
     files = dataset_files(dataset)
     size = sum((dataset.path / name).stat().st_size for name in files)

@@ -177,6 +177,21 @@ def test_the_manifest_of_another_program_does_not_make_a_directory_ours(options)
     assert [path.name for path in out.iterdir()] == ["manifest.json"]
 
 
+@pytest.mark.parametrize("folder", ["shards", "tokenizer", "_tmp"])
+@pytest.mark.parametrize("changes", [{"resume": True}, {"overwrite": True, "seq_len": 32}])
+def test_nothing_is_written_or_removed_through_a_link_out_of_the_dataset(options, monkeypatch, folder, changes):
+    interrupt(monkeypatch, options, 1)
+    inside, elsewhere = Path(options["out"]) / folder, Path(options["out"]).with_name("elsewhere")
+    inside.mkdir(exist_ok=True)
+    inside.rename(elsewhere)
+    inside.symlink_to(elsewhere)
+    (elsewhere / "minutes-2026-11").write_text("mine")  # named like unpublished work
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    with pytest.raises(PackError, match=f"{folder}: is a link; expected a directory|holds "):
+        build(BuildConfig(**options | changes))
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+
+
 def test_finalize_where_nothing_was_built_makes_no_directory(options):
     with pytest.raises(
         PackError, match=r"`finalize=True` found no window there.* Run every part first: --windows i::n"

@@ -12,11 +12,13 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from pipeline import BuildConfig, build
 from pipeline.export.hub import Address, parse_address
 from shards import Dataset, verify
 from shards.errors import PackError
+from shards.publish import seal
 
 Hub = runpy.run_path(str(Path(__file__).with_name("hub_stand_in.py")))["Hub"]
 URL = "hf://datasets/me/packed"
@@ -185,6 +187,23 @@ def test_a_damaged_dataset_is_not_put_in_place(hub, pack, make, tmp_path):
     hub.commit("me/packed", hub.files("me/packed") | {name: bytes(content)})
     assert "what came is damaged" in pack("pull", URL, tmp_path / "again", code=1).stderr
     assert not (tmp_path / "again").exists()
+
+
+def test_a_dataset_that_names_a_file_of_its_own_machine_is_not_pushed(hub, pack, make, tmp_path):
+    dataset = make("first")
+    secret = tmp_path / "id_rsa"
+    secret.write_bytes(b"secret")
+    record = json.loads((dataset / "manifest.json").read_text())
+    del record["checksum"]
+    named = record["tokenizer_files"] | {"../../id_rsa": xxh3_128_hexdigest(b"secret")}
+    (dataset / "manifest.json").write_bytes(seal(record | {"tokenizer_files": named}))
+    assert "rule F15" in pack("push", dataset, URL, code=1).stderr
+    (dataset / "manifest.json").write_bytes(seal(record))
+    (dataset / "state.json").unlink()
+    (dataset / "state.json").symlink_to(secret)
+    assert "rule F16" in pack("push", dataset, URL, code=1).stderr
+    assert not hub.commits
+    assert not any(request.startswith("PUT") for request in hub.requests)
 
 
 def test_what_is_no_dataset_is_named(hub, pack, make, tmp_path):
