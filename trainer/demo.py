@@ -20,6 +20,7 @@ from pipeline.cli import main
 from pipeline.report.runs import curve_points, read_run
 from pipeline.report.terminal import safe_text
 from shards.errors import PackError
+from shards.quiet import quiet
 from shards.text import printable
 from trainer.demo_corpus import SEQ_LEN, VOCAB_SIZE, make_corpus, write_model_config
 
