@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from pipeline.building.driver import BuildResult as BuildResult
     from pipeline.building.driver import build as build
     from pipeline.building.progress import Progress as Progress
-    from pipeline.building.repack import repack as repack
+    from pipeline.building.repacking.repack import repack as repack
     from pipeline.config import BuildConfig as BuildConfig
     from pipeline.config import RecordOptions as RecordOptions
     from pipeline.config import RepackConfig as RepackConfig
@@ -41,7 +41,7 @@ _HOMES = {
     "pack": "pipeline.packing.packers",
     "pull": "pipeline.export.hub",
     "push": "pipeline.export.hub",
-    "repack": "pipeline.building.repack",
+    "repack": "pipeline.building.repacking.repack",
 }
 __all__ = [
     "PACKERS", "Bins", "BuildConfig", "BuildResult", "DatasetExportConfig", "Encoder", "ExportResult", "Progress",

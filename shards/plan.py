@@ -155,7 +155,7 @@ def check_version(record: Mapping[str, Any], where: str, rule: str = "F1") -> No
         return
     advice = "Use the release of shardpack that wrote it, or build again."
     if found == (FORMAT, 1):
-        advice = "Build it again."
+        advice = "Upgrade it with pack repack DATASET --out NEW."
     raise FormatError(
         f"{where}: found format {found[0]!r} version {found[1]!r}, this version reads {FORMAT!r} version {VERSION} "
         f"(rule {rule}). {advice}",

@@ -82,7 +82,7 @@ def repack(as_json: bool, progress: bool | None, **settings: Any) -> None:
       pack repack data/corpus --seq-len 16384 --out data/corpus-16k
     """
     from pipeline.building.progress import RichProgress
-    from pipeline.building.repack import repack as run_repack
+    from pipeline.building.repacking.repack import repack as run_repack
 
     config = RepackConfig(**settings)
     with RichProgress(progress) as shown:

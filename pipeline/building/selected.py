@@ -13,7 +13,8 @@ from pipeline.building.drop_list import read_drop_list
 from pipeline.building.output import Request, decide, owned_files, read_output
 from pipeline.building.planning import make_job
 from pipeline.building.progress import Progress
-from pipeline.building.repack import Output, repack, repacked_plan, selections
+from pipeline.building.repacking.repack import repack, repacked_plan, selections
+from pipeline.building.repacking.rewriting import Output
 from pipeline.config import BuildConfig, RepackConfig
 from shards.errors import PackError
 from shards.plan import plan_id

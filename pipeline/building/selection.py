@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from pipeline.building.drop_list import DropList
-from pipeline.building.joining import StoredWindow
+from pipeline.building.repacking.joining import StoredWindow
 
 REASONS = ("", "listed", "duplicate", "held_out", "not_held_out")  # why documents are set aside, as counts name it
 LISTED, DUPLICATE, HELD_OUT, NOT_HELD_OUT = range(1, 5)

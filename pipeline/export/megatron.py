@@ -9,8 +9,8 @@ from typing import IO
 
 import numpy as np
 
-from pipeline.building.joining import join_documents
 from pipeline.building.progress import Progress
+from pipeline.building.repacking.joining import join_documents
 from pipeline.export.naming import file_stems
 from pipeline.export.samples import windows_by_source
 from pipeline.sources.token_files import DTYPES, MAGIC

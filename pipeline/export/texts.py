@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.building.joining import join_documents
 from pipeline.building.progress import Progress
+from pipeline.building.repacking.joining import join_documents
 from pipeline.export.naming import file_stems
 from pipeline.export.samples import windows_by_source
 from pipeline.report.show import Decoder

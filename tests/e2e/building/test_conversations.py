@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from pipeline import BuildConfig, build
 from pipeline.building.audit import audit_sources
-from pipeline.building.repack import repack
+from pipeline.building.repacking.repack import repack
 from pipeline.building.window import read_documents
 from pipeline.cli import main
 from pipeline.config import RecordOptions, RepackConfig

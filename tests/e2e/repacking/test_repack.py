@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline import BuildConfig, DatasetExportConfig, RecordOptions, build, export_dataset
-from pipeline.building import repack as repacking
-from pipeline.building.repack import repack
+from pipeline.building.repacking import repack as repacking
+from pipeline.building.repacking.repack import repack
 from pipeline.cli import main
 from pipeline.config import RepackConfig
 from shards import Dataset, verify

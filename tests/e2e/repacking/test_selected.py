@@ -12,9 +12,9 @@ import xxhash
 from click.testing import CliRunner
 
 from pipeline import BuildConfig, RecordOptions, RepackConfig, build, repack
-from pipeline.building import repack as repacking
 from pipeline.building.audit import audit_sources
 from pipeline.building.driver import BuildResult
+from pipeline.building.repacking import repack as repacking
 from pipeline.cli import main
 from shards import Dataset, verify
 from shards.errors import PackError

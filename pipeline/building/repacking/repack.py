@@ -5,50 +5,34 @@ plan is the one that a build with these settings would have written, so where th
 and the dataset id are those of that build, byte for byte. What it did lose stays lost, and is counted as it was.
 """
 
-import platform
-import time
-from dataclasses import dataclass, replace
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.building.driver import BuildResult, explain_failure
+from pipeline.building.driver import BuildResult
 from pipeline.building.drop_list import DropList, read_drop_list
-from pipeline.building.joining import join_documents
-from pipeline.building.output import Request, decide, finished_dataset, leftovers, owned_files, prepare, read_output
 from pipeline.building.planning import ALGORITHM_VERSION
 from pipeline.building.progress import Progress
-from pipeline.building.repacked_window import repack_window, sidecar_of
+from pipeline.building.repacking.joining import join_documents
+from pipeline.building.repacking.rewriting import WriteWindow, facts_of, output_of, rewrite
+from pipeline.building.repacking.upgrade import upgrade
+from pipeline.building.repacking.window import repack_window, sidecar_of
 from pipeline.building.selection import Selection
-from pipeline.building.sidecars import all_sidecars
 from pipeline.config import RecordOptions, RepackConfig
 from pipeline.formatting import unasked
 from pipeline.packing.packers import PACKERS
+from shards.counts import Counts
 from shards.errors import PackError, counted
-from shards.fetching.remote import io_errors, open_store
-from shards.lock import Lock
-from shards.manifest import Manifest, commit
-from shards.plan import Plan, plan_id
+from shards.plan import Plan
 from shards.publish import LocalStore, Store
 from shards.reader import Dataset
-from shards.sidecar import sidecar_name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """What output decisions need of a repacking: the same fields as of a build's job."""
-
-    plan: Plan
-    plan_id: str
-    sources: tuple[()]
-    out: str
-    tokenizer_files: dict[str, bytes]
+from shards.versions.version_1 import is_version_1
 
 
 def repack(config: RepackConfig, progress: Progress | None = None) -> BuildResult:
-    """Pack the documents of a dataset anew.
+    """Pack the documents of a dataset anew; one of format version 1 is upgraded as it is.
 
     Args:
         config: What to make of which dataset.
@@ -61,6 +45,8 @@ def repack(config: RepackConfig, progress: Progress | None = None) -> BuildResul
         PackError: The dataset cannot be read, the settings do not fit it, or the output belongs to something else.
     """
     progress = progress or Progress()
+    if is_version_1(config.dataset):
+        return upgrade(config, progress)
     dataset = Dataset(config.dataset)
     drop = None if config.drop is None else read_drop_list(config.drop, config.drop_where)
     if drop is not None:
@@ -99,18 +85,35 @@ def _repack_side(
     dataset: Dataset, config: RepackConfig, out: str, selection: Selection, progress: Progress
 ) -> BuildResult:
     """Write one dataset of those that a repacking gives."""
-    begin, plan = time.time(), repacked_plan(dataset.plan, config, selection)
-    files = {path.name: path.read_bytes() for path in sorted((dataset.path / "tokenizer").iterdir())}
-    output = Output(plan=plan, plan_id=plan_id(plan), sources=(), out=out, tokenizer_files=files)
-    store = open_store(out)
-    try:
-        with Lock(store, output.plan_id, alone=config.overwrite, on_message=progress.on_message) as lock:
-            manifest = _run(dataset, output, config, selection, store, progress, lock, begin)
-    except io_errors() as error:
-        raise explain_failure(error, out) from error
-    except MemoryError as error:
-        raise explain_failure(error, out) from error
-    return BuildResult(path=out, plan_id=output.plan_id, manifest=manifest)
+    output = output_of(repacked_plan(dataset.plan, config, selection), out, dataset.path)
+    num_windows = len(dataset.shards)
+
+    def begin(store: Store) -> WriteWindow:
+        say_what_stays_lost(dataset, progress)
+        if selection.dedup:
+            selection.find_duplicates((number, join_documents(dataset, number)) for number in range(num_windows))
+        options = {source["name"]: RecordOptions(**source["records"]) for source in output.plan["sources"]}
+
+        def write_window(number: int) -> Counts:
+            source = dataset.shards[number]["source"]
+            return repack_window(dataset, number, output.plan, options[source], selection, store)
+
+        return write_window
+
+    origin = {"dataset_id": dataset.dataset_id, "seq_len": dataset.seq_len, "packer": dataset.packer}
+    facts = facts_of(dataset.manifest["facts"]) | {"repacked_from": origin}
+    return rewrite(output, config, num_windows, begin, facts, progress)
+
+
+def say_what_stays_lost(dataset: Dataset, progress: Progress) -> None:
+    """Say what the first build lost: a repacking cannot bring it back."""
+    lost = unasked(dataset.manifest["totals"]["tokens"]["lost"])
+    if lost:
+        reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(lost.items()))
+        progress.on_message(
+            f"{dataset.location}: its build lost {counted(sum(lost.values()), 'token')} ({reasons}), which stay lost; "
+            "a build from the corpus would give another dataset"
+        )
 
 
 def repacked_plan(plan: Plan, config: RepackConfig, selection: Selection) -> Plan:
@@ -154,91 +157,3 @@ def repacked_plan(plan: Plan, config: RepackConfig, selection: Selection) -> Pla
     if selected:
         new["select"] = selected
     return new
-
-
-def _run(
-    dataset: Dataset,
-    output: Output,
-    config: RepackConfig,
-    selection: Selection,
-    store: Store,
-    progress: Progress,
-    lock: Lock,
-    begin: float,
-) -> Manifest:
-    """Prepare the directory, repack the windows that are missing, commit."""
-    num_windows = len(dataset.shards)
-    request = Request(resume=config.resume, overwrite=config.overwrite)
-    state = read_output(store, range(num_windows))
-    decision = decide(state, request, output)
-    if decision.manifest is not None:
-        progress.on_message(f"{output.out}: is already there (dataset {decision.manifest['dataset_id'][:12]})")
-        return decision.manifest
-    prepare(store, state, decision, output)
-    lock.share()
-    lost = unasked(dataset.manifest["totals"]["tokens"]["lost"])
-    if lost:
-        reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(lost.items()))
-        progress.on_message(
-            f"{config.dataset}: its build lost {counted(sum(lost.values()), 'token')} ({reasons}), which stay lost; "
-            "a build from the corpus would give another dataset"
-        )
-    there = {
-        number
-        for number, window in state.windows.items()
-        if decision.action == "continue"
-        and window.plan_id == output.plan_id
-        and state.sizes["shards"].get(window.shard) == window.shard_bytes
-    }
-    if selection.dedup:
-        selection.find_duplicates((number, join_documents(dataset, number)) for number in range(num_windows))
-    options = {source["name"]: RecordOptions(**source["records"]) for source in output.plan["sources"]}
-    progress.begin(None)
-    for number in range(num_windows):
-        lock.check()
-        if number not in there:
-            source = dataset.shards[number]["source"]
-            counts = repack_window(dataset, number, output.plan, options[source], selection, store)
-            progress.on_progress(counts["documents"]["packed"], counts["tokens"]["packed"], 0)
-    facts: dict[str, Any] = {
-        "shardpack": metadata.version("shardpack"),
-        "host": platform.node(),
-        "engine": "repack",
-        "workers": 1,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": round(time.time() - begin, 3),
-        "repacked_from": {"dataset_id": dataset.dataset_id, "seq_len": dataset.seq_len, "packer": dataset.packer},
-        **{
-            name: dataset.manifest["facts"][name]
-            for name in ("trained_end_ids", "spelled_controls", "unread_fields", "unrolled", "tokenizer_proofs")
-            if name in dataset.manifest["facts"]
-        },
-    }
-    return _commit(store, output, num_windows, facts)
-
-
-def _commit(store: Store, output: Output, num_windows: int, facts: dict[str, Any]) -> Manifest:
-    kept, packed = set[str](), 0
-    for sidecar in all_sidecars(store, output.plan_id, num_windows):
-        kept |= {sidecar["shard"]["file"], sidecar_name(sidecar["window"])}
-        packed += sidecar["counts"]["documents"]["packed"]
-    if not packed:
-        for name in owned_files(read_output(store)):
-            store.remove(name)
-        store.sweep(everything=True)
-        raise PackError(
-            f"{output.out}: no document is left for it; expected at least one. Choose a larger `holdout`, a shorter "
-            "`drop` list, or another `seq_len` or `overlong`."
-        )
-    for name in leftovers(store, kept, num_windows):
-        store.remove(name)
-    try:
-        sidecars = all_sidecars(store, output.plan_id, num_windows)
-        manifest = commit(store, output.plan, sidecars, output.tokenizer_files, facts)
-        store.sweep(everything=True)
-    except (PackError, FileNotFoundError):  # two that repack alike may end at the same moment
-        finished = finished_dataset(store, output)
-        if finished is None:
-            raise
-        return finished
-    return manifest

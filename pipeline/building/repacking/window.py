@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.building.joining import StoredWindow, join_documents
+from pipeline.building.repacking.joining import StoredWindow, join_documents
 from pipeline.building.selection import REASONS, Selection
 from pipeline.building.stages import Stages
 from pipeline.config import RecordOptions
