@@ -26,7 +26,7 @@ from write_up import WriteUp, middle, run, tell
 
 from shards import Dataset
 from trainer import PackedCollator, PackLoader
-from trainer.feed import _Filler as Filler
+from trainer.feeding.feed import _Filler as Filler
 
 PACKAGES = ("shardpack", "torch", "datasets", "pyarrow", "numpy")
 PEERS = {"litdata": "litdata, token blocks, ids alone", "mosaicml-streaming": "MDS, ids alone"}

@@ -74,6 +74,7 @@ class TrainConfig:
     mix: Annotated[tuple[tuple[str, float], ...], "Weights of named sources, such as web=0.7,code=0.3."] = ()
     mix_by: Annotated[Literal["tokens", "targets", "packs"], "What the weights of --mix count."] = "tokens"
     mix_stop: Annotated[Literal["first", "longest"], "Source whose end is a mixed epoch's end."] = "first"
+    repack: Annotated[bool, "Draw other packs for every epoch, from the segments of each window."] = False
     freeze: Annotated[tuple[str, ...], "Parameters left as they are, such as 'model.embed*'; repeatable."] = ()
     lora_rank: Annotated[int, "Rank of LoRA adapters; 0 trains the model itself."] = 0
     lora_alpha: Annotated[int | None, "LoRA scale. [default: twice the rank]"] = None

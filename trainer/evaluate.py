@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shards import Dataset
 from trainer.distributed import World, total
-from trainer.feed import feed, whole_dataset
+from trainer.feeding.feed import feed, whole_dataset
 from trainer.model.loss import PackedLM
 
 

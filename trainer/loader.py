@@ -1,14 +1,14 @@
 """Batches of a dataset in training order, ready before the step asks.
 
 Which packs make a step comes from `shards.ordering` and does not depend on the number of processes; the state is a few
-integers, so any step of any epoch starts at once. `trainer.feed` turns packs into batches.
+integers, so any step of any epoch starts at once. `trainer.feeding.feed` turns packs into batches.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,10 @@ from shards.ordering.of_dataset import order_of
 from shards.ordering.step_order import BLOCK_ORDERS, StepOrder
 from shards.tables.index import Index
 from trainer.batch import Batch
-from trainer.feed import SourceNumbers, feed
+from trainer.feeding.feed import SourceNumbers, feed
+
+if TYPE_CHECKING:
+    from trainer.feeding.redraw import RedrawnPacks
 
 STATE_VERSION = 1
 
@@ -63,6 +66,7 @@ class PackLoader:
         mix: (source, weight) pairs; empty for every pack once an epoch.
         mix_by: What the weights count.
         mix_stop: When a mixed epoch ends: "first" source used up, or "longest".
+        repack: Draw other packs for every pass over a source, from the segments of each window.
         rank: This process.
         world_size: Number of processes.
         device: Where batches go.
@@ -88,6 +92,7 @@ class PackLoader:
         mix: tuple[tuple[str, float], ...] = (),
         mix_by: str = "tokens",
         mix_stop: str = "first",
+        repack: bool = False,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
@@ -121,7 +126,17 @@ class PackLoader:
         self.batches_per_step = self.packs_per_step // smallest  # of this process
         self.rectangles = False
         "Whether to plan each batch's rectangles, for models with layers that run on them."
-        self.sources = SourceNumbers(dataset.sources)
+        if repack and order in BLOCK_ORDERS:
+            raise OptionError(
+                "repack", f"{order} follows the shards as they are. Set the `order` shuffled or cost-grouped."
+            )
+        self.drawn: RedrawnPacks | None = None
+        "Packs that are drawn anew in each pass; None where those of the dataset are read."
+        if repack:
+            from trainer.feeding.redraw import RedrawnPacks  # compiled code, which no other run needs
+
+            self.drawn = RedrawnPacks(dataset, seed)
+        self.sources = SourceNumbers(dataset.sources if self.drawn is None else self.drawn.sources)
         self.by_source = False
         "Whether batches say which source each token comes from (`sources`)."
         self.steps_taken = 0
@@ -132,7 +147,7 @@ class PackLoader:
         }  # fmt: skip
         self.order: StepOrder | BlockOrder = order_of(
             dataset, packs_per_step=self.packs_per_step, tokens_per_batch=self.tokens_per_batch,
-            shuffle_block_shards=shuffle_block_shards, largest_first=largest_first, **chosen,
+            shuffle_block_shards=shuffle_block_shards, largest_first=largest_first, drawn=self.drawn, **chosen,
         )  # fmt: skip
         "Which packs make which step."
         if order in BLOCK_ORDERS:
@@ -142,6 +157,7 @@ class PackLoader:
         self.steps_per_epoch = self.order.steps_per_epoch
         self._fixed = chosen | {
             "mix": [list(pair) for pair in mix],
+            "repack": repack,
             "packs_per_step": self.packs_per_step,
             # the size of rectangles is part of the order
             "tokens_per_batch": self.tokens_per_batch if bucketed else None,
@@ -152,7 +168,7 @@ class PackLoader:
         ranks = self.order.batches(*divmod(number, self.steps_per_epoch), self.world_size)
         packs = np.concatenate([batch for rank in ranks for batch in rank])
         work = np.array([sum(self.order.costs_of(batch).sum() for batch in rank) for rank in ranks])
-        index = self.dataset.index.take(packs)
+        index = self.dataset.index.take(packs) if self.drawn is None else self.drawn.take(packs)
         targets, segments = int(index.num_targets.sum()), int(index.num_target_segments.sum())
         source_tokens, source_targets = (
             np.bincount(self.sources.of(packs), column, len(self.sources.names)).astype(np.int64)
@@ -197,7 +213,7 @@ class PackLoader:
 
         for batch, (step, done) in feed(
             self.dataset, batches(), self.tokens_per_batch, self.device, self.static_shapes, self.sliding_window,
-            self.rectangles, self.sources if self.by_source else None,
+            self.rectangles, self.sources if self.by_source else None, self.drawn,
         ):  # fmt: skip
             batch["step"] = step
             if done is not None:
@@ -225,6 +241,8 @@ class PackLoader:
         Raises:
             PackError: It is no state of a loader, is of another dataset, or of other settings that change the order.
         """
+        if isinstance(state, dict):
+            state = {"repack": False} | state  # earlier versions did not know it
         if not isinstance(state, dict) or (missing := self.state_at(0).keys() - state.keys()):
             what = f"lacks {', '.join(sorted(missing))}" if isinstance(state, dict) else f"is {type(state).__name__}"
             raise PackError(f"not a state of PackLoader: it {what}. Pass what state_dict() returned.")

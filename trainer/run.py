@@ -200,8 +200,8 @@ def load(settled: Settled) -> Run:
 
 def boundaries(loader: PackLoader) -> np.ndarray:
     """Return where the segments of a loader's next micro-batch end, int32 (n + 1,)."""
-    ids = loader.step_at(loader.steps_taken).batches[0]
-    lengths = [np.diff(loader.dataset.pack(int(i if i >= 0 else ~i)).cu_seqlens) for i in ids]
+    ids, read = loader.step_at(loader.steps_taken).batches[0], loader.dataset if loader.drawn is None else loader.drawn
+    lengths = [np.diff(read.pack(int(i if i >= 0 else ~i)).cu_seqlens) for i in ids]
     return np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int32)
 
 
@@ -285,6 +285,7 @@ def make_loader(config: TrainConfig, world: World, dataset: Dataset, packs_per_s
         mix=config.mix,
         mix_by=config.mix_by,
         mix_stop=config.mix_stop,
+        repack=config.repack,
         rank=world.rank,
         world_size=world.size,
         device=world.device,
@@ -314,6 +315,9 @@ def _order_notes(loader: PackLoader) -> list[str]:
     noun = "micro-batch" if loader.dataset.packer == "bucketed" else "pack"  # of rows of like length, as many as fit
     steps, units = counted(order.steps_per_epoch, "step"), counted(order.units_per_step, noun)
     notes = [f"an epoch is {steps} of {units}"]
+    if loader.drawn is not None:
+        share = f"{loader.drawn.share_movable:.0%} of the segments have another of their length in their window"
+        notes.append(f"packs are drawn anew in each pass (repack): {share} to change places with")
     if order.dropped:
         verb = "fills no step is" if order.dropped == 1 else "fill no step are"
         notes.append(f"{counted(order.dropped, noun)} that {verb} left out, others in each epoch (last_step drop)")

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.packing.choice import NO_LIMIT, MakeTree, best_fit_tree, best_tree, first_fit_tree, histogram_bound
 from pipeline.packing.kernels import kernel
-from pipeline.packing.patterns import fill_exactly, fill_longest
-from pipeline.packing.tree import PackingTree, decreasing, join, write_bins
+from pipeline.packing.tree import write_bins
 from shards.cost import PAD_MULTIPLE
 from shards.errors import PackError, SegmentTooLongError
-
-NO_LIMIT = 1 << 40
 
 
 class Bins(NamedTuple):
@@ -34,6 +32,40 @@ class Bins(NamedTuple):
     def num_bins(self) -> int:
         """How many bins there are."""
         return len(self.offsets) - 1
+
+
+class Drawing:
+    """Bins of the same segments, drawn by one seed after another: each bin keeps its lengths, equal ones change places.
+
+    Args:
+        lengths: Tokens per segment; integers, shape (num_segments,), each in [1, seq_len].
+        seq_len: Capacity of a bin, in tokens.
+        make_tree: Of a packer that has one.
+        max_segments: Maximum number of segments in one bin; None for no limit.
+
+    Raises:
+        SegmentTooLongError: A length is outside [1, seq_len].
+        PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
+    """
+
+    def __init__(self, lengths: np.ndarray, seq_len: int, make_tree: MakeTree, max_segments: int | None = None) -> None:
+        self._lengths, self._histogram = _checked(lengths, seq_len, max_segments)
+        self._tree = make_tree(self._histogram, max_segments)
+        self.num_bins: int = self._tree.num_bins
+        "How many bins there are, whatever the seed."
+
+    @property
+    def num_movable(self) -> int:
+        """Segments that have another of their length: only these change places."""
+        return int(self._histogram[self._histogram > 1].sum())
+
+    def bins(self, seed: int | None) -> Bins:
+        """Return the bins that a seed draws; None keeps segments of equal length in input order."""
+        grouped = _grouped(self._lengths, self._histogram, seed)
+        # Allocated here, not in a kernel: numpy asks for huge pages.
+        bins = Bins(np.empty(len(self._lengths), np.int64), np.zeros(self.num_bins + 1, np.int64))
+        write_bins(*self._tree, np.cumsum(self._histogram) - self._histogram, grouped, *bins)
+        return bins
 
 
 def auto(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
@@ -52,9 +84,7 @@ def auto(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segment
         SegmentTooLongError: A length is outside [1, seq_len].
         PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
     """
-    lengths, histogram = _checked(lengths, seq_len, max_segments)
-    tree = _best_tree(histogram, max_segments or NO_LIMIT, histogram_bound(histogram, max_segments))
-    return _bins_of_tree(lengths, histogram, tree, seed)
+    return Drawing(lengths, seq_len, best_tree, max_segments).bins(seed)
 
 
 def first_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
@@ -70,8 +100,7 @@ def first_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_se
         SegmentTooLongError: A length is outside [1, seq_len].
         PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
     """
-    lengths, histogram = _checked(lengths, seq_len, max_segments)
-    return _bins_of_tree(lengths, histogram, decreasing(histogram, max_segments or NO_LIMIT, best_fit=False), seed)
+    return Drawing(lengths, seq_len, first_fit_tree, max_segments).bins(seed)
 
 
 def best_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
@@ -87,8 +116,7 @@ def best_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_seg
         SegmentTooLongError: A length is outside [1, seq_len].
         PackError: Lengths are not a flat array of integers, or `max_segments` is below 1.
     """
-    lengths, histogram = _checked(lengths, seq_len, max_segments)
-    return _bins_of_tree(lengths, histogram, decreasing(histogram, max_segments or NO_LIMIT, best_fit=True), seed)
+    return Drawing(lengths, seq_len, best_fit_tree, max_segments).bins(seed)
 
 
 def next_fit(lengths: np.ndarray, seq_len: int, *, seed: int | None = 0, max_segments: int | None = None) -> Bins:
@@ -151,6 +179,8 @@ class Packer:
     """A way to pack; call it as the function that it holds: `packer(lengths, seq_len, seed=0, max_segments=None)`."""
 
     function: Callable[..., Bins]
+    make_tree: MakeTree | None = None
+    "How it decides which lengths share a bin; None where the order of segments plays a part."
     cut_policy: str | None = None
     """The policy by which documents are cut for it (a key of `cutting.POLICIES`), whatever the user's choice for those
     that are too long: every segment is kept then, with or without targets. None leaves cutting to the user."""
@@ -160,17 +190,6 @@ class Packer:
     ) -> Bins:
         """Pack segments; arguments, result and errors as in `auto`."""
         return self.function(lengths, seq_len, seed=seed, max_segments=max_segments)
-
-
-PACKERS = {
-    "auto": Packer(function=auto),
-    "ffd": Packer(function=first_fit),
-    "bfd": Packer(function=best_fit),
-    "next-fit": Packer(function=next_fit),
-    "wrapped": Packer(function=next_fit, cut_policy="wrapped"),
-    "bucketed": Packer(function=bucketed),
-    "unpacked": Packer(function=unpacked),
-}
 
 
 def pack(lengths: npt.ArrayLike, seq_len: int, packer: str = "auto", seed: int = 0) -> Bins:
@@ -200,28 +219,6 @@ def pack(lengths: npt.ArrayLike, seq_len: int, packer: str = "auto", seed: int =
 def lower_bound(lengths: np.ndarray, seq_len: int, max_segments: int | None = None) -> int:
     """Fewest bins that any packing could need; see `histogram_bound`."""
     return histogram_bound(length_histogram(lengths, seq_len), max_segments)
-
-
-def histogram_bound(histogram: np.ndarray, max_segments: int | None = None) -> int:
-    """Fewest bins that any packing of a histogram could need.
-
-    The larger of Martello and Toth's L2 (never below tokens / capacity) and, with a limit, segments / limit. L2, for
-    every `small` up to half the capacity: segments above half need a bin each; what lies between `small` and half must
-    fit beside those of them that leave room for it, or needs bins of its own; what is shorter is forgotten.
-
-    Args:
-        histogram: Segments of each length; int64, shape (seq_len + 1,).
-        max_segments: Maximum number of segments in one bin; None for no limit.
-    """
-    seq_len = len(histogram) - 1
-    half = seq_len // 2
-    count, tokens = np.cumsum(histogram), np.cumsum(histogram * np.arange(seq_len + 1))
-    small = np.arange(half + 1)
-    longest = seq_len - small
-    room = (count[longest] - count[half]) * seq_len - (tokens[longest] - tokens[half])
-    rest = tokens[half] - np.concatenate(([0], tokens[:half]))
-    bound = int((count[-1] - count[half] + np.maximum(0, -((room - rest) // seq_len))).max())
-    return max(bound, -(-int(count[-1]) // max_segments)) if max_segments else bound
 
 
 def length_histogram(lengths: np.ndarray, seq_len: int) -> np.ndarray:
@@ -260,30 +257,15 @@ def _checked(lengths: np.ndarray, seq_len: int, max_segments: int | None) -> tup
     return lengths, np.bincount(lengths, minlength=seq_len + 1)
 
 
-def _best_tree(histogram: np.ndarray, max_segments: int, bound: int) -> PackingTree:
-    """Return the tree with the fewest bins; the search of full patterns runs where the others miss the bound."""
-    best = _greedy_tree(histogram, max_segments, bound)
-    if best.num_bins > bound:
-        exact, left = fill_exactly(histogram, max_segments)
-        rest = _greedy_tree(left, max_segments, bound - exact.num_bins)
-        best = min(best, join(exact, rest), key=lambda tree: tree.num_bins)
-    return best
-
-
-def _greedy_tree(histogram: np.ndarray, max_segments: int, bound: int) -> PackingTree:
-    trees = [decreasing(histogram, max_segments, best_fit=best_fit) for best_fit in (False, True)]
-    if min(tree.num_bins for tree in trees) > bound:
-        trees.append(fill_longest(histogram, max_segments))
-    return min(trees, key=lambda tree: tree.num_bins)
-
-
-def _bins_of_tree(lengths: np.ndarray, histogram: np.ndarray, tree: PackingTree, seed: int | None) -> Bins:
-    """Give each place of a packing a segment of its length."""
-    grouped = _grouped(lengths, histogram, seed)
-    # Allocated here, not in a kernel: numpy asks for huge pages.
-    bins = Bins(np.empty(len(lengths), np.int64), np.zeros(tree.num_bins + 1, np.int64))
-    write_bins(*tree, np.cumsum(histogram) - histogram, grouped, *bins)
-    return bins
+PACKERS = {
+    "auto": Packer(function=auto, make_tree=best_tree),
+    "ffd": Packer(function=first_fit, make_tree=first_fit_tree),
+    "bfd": Packer(function=best_fit, make_tree=best_fit_tree),
+    "next-fit": Packer(function=next_fit),
+    "wrapped": Packer(function=next_fit, cut_policy="wrapped"),
+    "bucketed": Packer(function=bucketed),
+    "unpacked": Packer(function=unpacked),
+}
 
 
 def _grouped(keys: np.ndarray, histogram: np.ndarray, seed: int | None) -> np.ndarray:

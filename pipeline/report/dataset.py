@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.formatting import balances, describe_unread, format_reasons, format_share, unasked
+from pipeline.packing.choice import histogram_bound
 from pipeline.packing.cutting import cut
-from pipeline.packing.packers import PACKERS, histogram_bound
+from pipeline.packing.packers import PACKERS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape
 from pipeline.report.padding import LengthHistogram, compare_feedings
 from pipeline.report.records import (

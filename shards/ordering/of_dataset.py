@@ -1,12 +1,26 @@
 """The order of a dataset's packs in training, from the settings of a run."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from shards.cost import padded_length
 from shards.errors import OptionError
 from shards.ordering.block_order import BlockOrder
 from shards.ordering.step_order import BLOCK_ORDERS, StepOrder
 from shards.reader import Dataset
+from shards.tables.index import Index
+
+
+class Drawn(Protocol):
+    """Packs that are drawn anew in each pass over a dataset."""
+
+    @property
+    def index(self) -> Index:
+        """Figures per pack of the first pass."""
+
+    @property
+    def sources(self) -> Sequence[tuple[str, int, int]]:
+        """(name, first pack, stop pack) of every run of packs from one source."""
 
 
 def order_of(
@@ -17,6 +31,7 @@ def order_of(
     tokens_per_batch: int,
     shuffle_block_shards: int,
     largest_first: bool,
+    drawn: Drawn | None = None,
     **chosen: Any,
 ) -> StepOrder | BlockOrder:
     """Return which packs make which step.
@@ -28,6 +43,7 @@ def order_of(
         tokens_per_batch: Tokens in a micro-batch, at least `dataset.seq_len`.
         shuffle_block_shards: Shards in a block of the block orders.
         largest_first: Whether each epoch begins with the costliest step; not for block orders.
+        drawn: Packs that are drawn anew in each pass; None for those of the dataset.
         chosen: seed, last_step, mix, mix_by, mix_stop, as `StepOrder` takes them.
 
     Raises:
@@ -44,12 +60,13 @@ def order_of(
             dataset.shards, dataset.index, counts, order=order, block_shards=shuffle_block_shards, **sizes, **chosen
         )
     return StepOrder(
-        dataset.index,
+        dataset.index if drawn is None else drawn.index,
         order=order,
         padded_len=padded_length(dataset.index.max_seqlen, dataset.seq_len) if bucketed else None,
         tokens_per_batch=tokens_per_batch,
-        sources=dataset.sources,
+        sources=dataset.sources if drawn is None else drawn.sources,
         largest_first=largest_first,
+        drawn_anew=drawn is not None,
         **sizes,
         **chosen,
     )

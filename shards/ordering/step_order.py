@@ -84,6 +84,8 @@ class StepOrder:
         mix_by: One of `MIX_BY`, what the weights count.
         mix_stop: One of `MIX_STOPS`: an epoch ends when the first source is used up, or when all are.
         largest_first: Whether each epoch begins with the step that holds the costliest unit: out of memory at once.
+        drawn_anew: Whether each pass over the packs of a source has other packs. Pass `k` then has the ids
+            `k * num_packs + pack`, each with the cost of that pack in the index.
 
     Raises:
         OptionError: A setting is unknown or does not fit, or an epoch has no step.
@@ -105,6 +107,7 @@ class StepOrder:
         mix_by: str = "tokens",
         mix_stop: str = "first",
         largest_first: bool = False,
+        drawn_anew: bool = False,
     ) -> None:
         check_choices(order=(order, ORDERS), last_step=(last_step, LAST_STEPS))
         if packs_per_step < 1 or packs_per_step % packs_per_batch:
@@ -117,7 +120,8 @@ class StepOrder:
             )
         self._seed, self._by_cost, self._largest_first = seed, order == "cost-grouped", largest_first
         self._padded_len, self._tokens_per_batch = padded_len, tokens_per_batch
-        self._mix = _Mix(index, sources, mix, mix_by, mix_stop, seed) if mix else None
+        self._ids_per_pass = len(index) if drawn_anew else 0
+        self._mix = _Mix(index, sources, mix, mix_by, mix_stop, seed, self._ids_per_pass) if mix else None
         self.passes: dict[str, float] = self._mix.passes if self._mix else {}
         "By mixed source, how often an epoch serves each of its packs on average."
         self.packs_per_batch = packs_per_batch if padded_len is None else 1
@@ -151,7 +155,7 @@ class StepOrder:
 
     def costs_of(self, packs: np.ndarray) -> np.ndarray:
         """Return the cost of some packs, padding counted; float64, same shape."""
-        costs: np.ndarray = self.costs[packs]
+        costs: np.ndarray = self.costs[packs % len(self.costs)]
         return costs
 
     def step_packs(self, epoch: int, step: int) -> np.ndarray:
@@ -166,6 +170,11 @@ class StepOrder:
         units = np.searchsorted(order.starts, places, side="right") - 1
         steps: np.ndarray = np.flatnonzero(np.isin(order.steps, units).any(axis=1))
         return steps
+
+    def passes_of(self, epoch: int) -> list[int]:
+        """Return which passes the packs of an epoch are of, where they are drawn anew; ascending."""
+        passes: list[int] = np.unique(self._epoch(epoch).packs // len(self.costs)).tolist()
+        return passes
 
     def batches(self, epoch: int, step: int, world_size: int) -> list[list[np.ndarray]]:
         """Return, for each rank, the packs of each of its micro-batches, balanced so that all ranks take equally long.
@@ -199,7 +208,7 @@ class StepOrder:
 
     def _arrange(self, epoch: int) -> "_Epoch":
         packs, starts = self._units(epoch)
-        costs = np.add.reduceat(self.costs[packs], starts[:-1])
+        costs = np.add.reduceat(self.costs_of(packs), starts[:-1])
         rng = np.random.default_rng([self._seed, 0, epoch])
         units = np.arange(len(costs)) if self._mix else rng.permutation(len(costs))
         size, num_steps = self.units_per_step, self.steps_per_epoch
@@ -217,7 +226,8 @@ class StepOrder:
     def _units(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Packs of an epoch, and where each unit starts among them: packs one by one, or rectangles in random cuts."""
         if self._padded_len is None:
-            packs = self._mix.sequence(epoch) if self._mix else np.arange(len(self.costs))
+            every = epoch * self._ids_per_pass + np.arange(len(self.costs))
+            packs = self._mix.sequence(epoch) if self._mix else every
             return packs, np.arange(len(packs) + 1)
         packs = np.random.default_rng([self._seed, 1, epoch]).permutation(len(self.costs))
         packs = packs[np.argsort(self._padded_len[packs], kind="stable")]
@@ -259,10 +269,11 @@ class _Mix:
         by: str,
         stop: str,
         seed: int,
+        ids_per_pass: int,
     ) -> None:
         check_choices(mix_by=(by, MIX_BY), mix_stop=(stop, MIX_STOPS))
         known = list(dict.fromkeys(name for name, _, _ in sources))
-        self._seed, self._packs, self._amounts, weights = seed, [], [], []
+        self._seed, self._ids_per_pass, self._packs, self._amounts, weights = seed, ids_per_pass, [], [], []
         self._streams: list[int] = []
         per_pack = {"tokens": index.num_tokens, "targets": index.num_targets}.get(by)
         for name, weight in mix:
@@ -293,7 +304,8 @@ class _Mix:
         for source, count in enumerate(self._counts):
             chosen = self._draw(source, epoch * count, count)
             amounts = self._amounts[source][chosen]
-            packs.append(self._packs[source][chosen])
+            passes = np.arange(epoch * count, (epoch + 1) * count) // len(self._packs[source])
+            packs.append(passes * self._ids_per_pass + self._packs[source][chosen])
             # Halfway through a pack, the mix as a whole should have served this much.
             due.append((np.cumsum(amounts) - amounts / 2) / self._weights[source])
         return np.concatenate(packs)[np.argsort(np.concatenate(due), kind="stable")]

@@ -24,10 +24,10 @@ FACES = {"trainer.bench", "trainer.demo", "trainer.demo_corpus", "trainer.cli"}
 LOOP = {f"trainer.{path.stem}" for path in (ROOT / "trainer").glob("*.py")} - FACES  # the top floor of trainer
 TRAINING = LOOP | {
     "trainer",
+    "trainer.feeding",
     "trainer.model",
     "trainer.saving",
-    "pipeline.packing",
-}  # packs may be drawn anew each epoch
+}
 EVERYTHING = {"*"}
 COMMANDS = {"pipeline.cli", "pipeline.recipe", "pipeline.report"}  # what a room's commands may import besides
 
@@ -50,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "pipeline.estimate": ANYWHERE | {f"pipeline.{room}" for room in ("sources", "documents", "packing", "report")},
     "pipeline.export": ANYWHERE | {f"pipeline.{room}" for room in ("building", "cli", "report", "sources")},
     "trainer.model": {"trainer.config", "trainer.batch", "pipeline.caches"},  # what kernels took is remembered
+    "trainer.feeding": {"trainer.batch", "trainer.model", "pipeline.packing"},  # packs may be drawn anew each epoch
     "trainer.saving": {f"trainer.{room}" for room in ("checks", "config", "distributed", "metrics", "model")},
     "trainer.documents": TRAINING | ANYWHERE | {"pipeline.cli", "pipeline.report", "trainer.cli"},
     "trainer.bench": TRAINING | BUILDS | {"trainer.demo_corpus"},

@@ -28,7 +28,7 @@ from trainer.config import TrainConfig
 from trainer.distributed import World, gather
 from trainer.documents.config import ScoreConfig
 from trainer.documents.trace import DocumentName
-from trainer.feed import feed, whole_dataset
+from trainer.feeding.feed import feed, whole_dataset
 from trainer.model.loss import PackedLM
 from trainer.run import build_model
 

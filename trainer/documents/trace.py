@@ -7,10 +7,11 @@ the order is made again, in a tenth of a second for a million packs.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from shards.tables.provenance import Provenance, parts_of
 from shards.tables.scores import Scores, read_scores
 from trainer.config import TrainConfig
 from trainer.saving.metric_lines import last_step
+
+if TYPE_CHECKING:
+    from trainer.feeding.redraw import RedrawnPacks
 
 
 class DocumentName(TypedDict):
@@ -79,6 +83,13 @@ class DocumentTrace(TypedDict):
     steps: list[Sighting]
 
 
+class Served(NamedTuple):
+    """Tokens of a document that a step takes from one pack of the dataset."""
+
+    pack: int
+    tokens: int
+
+
 class _Order(NamedTuple):
     """What decides the order of a run."""
 
@@ -108,7 +119,12 @@ class RunTrace:
                 f"{self.dataset.path}: is dataset {self.dataset.dataset_id[:12]}; expected {order.dataset_id[:12]}, "
                 f"which {self.run} was trained on. Name that one with `dataset`."
             )
-        self.order = _remake(order, self.dataset)
+        self.drawn: RedrawnPacks | None = None
+        if order.config.repack:
+            from trainer.feeding.redraw import RedrawnPacks  # compiled code, which no other trace needs
+
+            self.drawn = RedrawnPacks(self.dataset, order.config.seed)
+        self.order = _remake(order, self.dataset, self.drawn)
         "Which packs make which step."
         self.num_steps = order.config.steps or max(1, round(order.config.epochs * self.order.steps_per_epoch))
         "Steps of the whole run."
@@ -138,14 +154,14 @@ class RunTrace:
         segments: list[SeenSegment] = []
         packs = self._packs_of(number - 1)
         for pack in packs.tolist():
-            row = self.dataset[pack]
-            bounds = row["cu_seqlens"].tolist()
-            targets = np.add.reduceat(row["loss_mask"].astype(np.int64), bounds[:-1]).tolist()
-            columns = (row["doc_ids"].tolist(), row["doc_parts"].tolist(), np.diff(bounds).tolist(), targets)
-            segments += [
-                {**self._name(document, part), "pack": pack, "tokens": tokens, "targets": count}
-                for document, part, tokens, count in zip(*columns, strict=True)
-            ]
+            for stored, places in self._stored_in(pack):
+                row = self.dataset[stored]
+                bounds = row["cu_seqlens"]
+                for place in places:
+                    begin, end = bounds.item(place), bounds.item(place + 1)
+                    name = self._name(row["doc_ids"].item(place), row["doc_parts"].item(place))
+                    targets = int(row["loss_mask"][begin:end].sum())
+                    segments.append({**name, "pack": stored, "tokens": end - begin, "targets": targets})
         return {
             "step": number,
             "epoch": (number - 1) // self.order.steps_per_epoch + 1,
@@ -175,6 +191,15 @@ class RunTrace:
     def _packs_of(self, number: int) -> np.ndarray:
         return self.order.step_packs(*divmod(number, self.order.steps_per_epoch))
 
+    def _stored_in(self, pack: int) -> Iterator[tuple[int, Iterable[int]]]:
+        """Yield which segments a pack of the run holds: packs of the dataset, and places of segments there."""
+        if self.drawn is None:
+            yield pack, range(int(self.dataset.index.num_segments[pack]))
+            return
+        for segment in self.drawn.segments(pack).tolist():
+            stored, place = self.drawn.stored(segment)
+            yield stored, [place]
+
     def _documents(self, document: int) -> list[DocumentTrace]:
         traces: list[DocumentTrace] = []
         for (_, part), segments in sorted(parts_of(self.dataset, split_doc_id(document)[0], {document}).items()):
@@ -186,28 +211,44 @@ class RunTrace:
                     "document": self._name(document, part),
                     "tokens": sum(tokens_in.values()),
                     "packs": list(tokens_in),
-                    "steps": self._sightings(tokens_in),
+                    "steps": self._sightings(document, part, tokens_in),
                 }
             )
         return traces
 
-    def _sightings(self, tokens_in: dict[int, int]) -> list[Sighting]:
-        steps_per_epoch, packs = self.order.steps_per_epoch, np.array(list(tokens_in))
+    def _served(self, document: int, part: int, tokens_in: dict[int, int], epoch: int) -> dict[int, list[Served]]:
+        """Return, by pack of the run, what it holds of a document in an epoch."""
+        if self.drawn is None or isinstance(self.order, BlockOrder):
+            return {pack: [Served(pack, tokens)] for pack, tokens in tokens_in.items()}
+        served: dict[int, list[Served]] = {}
+        for pack in tokens_in:
+            row = self.dataset[pack]
+            here = (row["doc_ids"] == document) & (row["doc_parts"] == part)
+            for place in np.flatnonzero(here).tolist():
+                tokens = int(row["cu_seqlens"][place + 1] - row["cu_seqlens"][place])
+                for number in self.order.passes_of(epoch):
+                    drawn = self.drawn.pack_with(self.drawn.segment_at(pack, place), number)
+                    served.setdefault(drawn, []).append(Served(pack, tokens))
+        return served
+
+    def _sightings(self, document: int, part: int, tokens_in: dict[int, int]) -> list[Sighting]:
+        steps_per_epoch = self.order.steps_per_epoch
         sightings: list[Sighting] = []
         for epoch in range(-(-self.num_steps // steps_per_epoch)):
-            for step in self.order.steps_of(epoch, packs).tolist():
+            held = self._served(document, part, tokens_in, epoch)
+            for step in self.order.steps_of(epoch, np.array(list(held))).tolist():
                 number = epoch * steps_per_epoch + step
                 if number >= self.num_steps:
                     break
                 here = self._packs_of(number).tolist()
-                served = [pack for pack in here if pack in tokens_in]  # a mix may serve a pack twice in a step
+                served = [one for pack in here for one in held.get(pack, ())]  # a mix may serve a pack twice in a step
                 sightings.append(
                     {
                         "step": number + 1,
                         "epoch": epoch + 1,
                         "taken": number < self.steps_taken,
-                        "packs": served,
-                        "tokens": sum(tokens_in[pack] for pack in served),
+                        "packs": [one.pack for one in served],
+                        "tokens": sum(one.tokens for one in served),
                     }
                 )
         return sightings
@@ -224,7 +265,7 @@ class RunTrace:
         }
 
 
-def _remake(order: _Order, dataset: Dataset) -> StepOrder | BlockOrder:
+def _remake(order: _Order, dataset: Dataset, drawn: RedrawnPacks | None) -> StepOrder | BlockOrder:
     config = order.config
     tokens_per_batch = config.tokens_per_batch or dataset.seq_len
     return order_of(
@@ -234,6 +275,7 @@ def _remake(order: _Order, dataset: Dataset) -> StepOrder | BlockOrder:
         tokens_per_batch=tokens_per_batch,
         shuffle_block_shards=config.shuffle_block_shards,
         largest_first=config.largest_first,
+        drawn=drawn,
         seed=config.seed,
         last_step=config.last_step,
         mix=config.mix,

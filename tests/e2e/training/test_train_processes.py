@@ -127,6 +127,22 @@ def test_a_killed_run_resumes_to_identical_losses(packed, llama, tmp_path, run_t
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
+def test_a_run_that_draws_its_packs_anew_is_the_same_on_two_processes_and_after_a_stop(
+    packed, llama, tmp_path, run_training
+):
+    steps = 2 * (len(Dataset(packed)) // 8) + 1  # into the third epoch
+    fields = {"steps": steps, "repack": True, "order": "cost-grouped"}
+    assert run_training([job(packed, llama, tmp_path / "whole", **fields)]) == [0]
+    out = tmp_path / "moving"
+    first = fields | {"steps": steps - 2}
+    assert run_training([job(packed, llama, out, **first)], world_size=2) == [0, 0]
+    assert run_training([job(packed, llama, out, resume=True, **fields)]) == [0]
+    assert_same_run(tmp_path / "whole", out, steps)
+    stored = fields | {"repack": False}
+    assert run_training([job(packed, llama, tmp_path / "stored", **stored)]) == [0]
+    assert figures_of(tmp_path / "stored", "loss") != figures_of(out, "loss")
+
+
 def test_the_loss_of_each_source_is_the_same_on_two_processes(build_two_sources, llama, tmp_path, run_training):
     fields = {"steps": 2, "packs_per_step": 64}
     assert run_training([job(build_two_sources, llama, tmp_path / "one", **fields)]) == [0]

@@ -6,7 +6,7 @@ import torch
 
 from shards import Dataset, PackError
 from trainer import PackLoader, TrainConfig
-from trainer.feed import SourceNumbers
+from trainer.feeding.feed import SourceNumbers
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import torch
 
 from shards import Dataset, PackError
 from shards.cost import padded_length
-from trainer import feed as feeding
-from trainer.feed import feed, whole_dataset
+from trainer.feeding import feed as feeding
+from trainer.feeding.feed import feed, whole_dataset
 from trainer.loader import PackLoader
 from trainer.model.loading import load_model
 

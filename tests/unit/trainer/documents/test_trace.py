@@ -1,6 +1,8 @@
 """A run traced: against batches that were really served, and against the corpus itself."""
 
 import json
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +66,7 @@ ORDERS = [
     {"order": "block-shuffled", "shuffle_block_shards": 2},
     {"mix": (("web", 3.0), ("code", 1.0)), "mix_stop": "longest"},
 ]
+DRAWN = [{"repack": True}, {"repack": True, "mix": (("web", 3.0), ("code", 1.0)), "mix_stop": "longest"}]
 
 
 @pytest.mark.parametrize("settings", ORDERS, ids=lambda settings: next(iter(settings), "shuffled"))
@@ -87,7 +90,36 @@ def test_a_step_lists_what_two_processes_were_served(built, tmp_path, settings):
         assert seen["targets"] == sum(int(built[pack]["loss_mask"].sum()) for pack in packs)
 
 
-@pytest.mark.parametrize("settings", ORDERS, ids=lambda settings: next(iter(settings), "shuffled"))
+@pytest.mark.parametrize("settings", DRAWN, ids=["shuffled", "mix"])
+def test_a_step_of_packs_drawn_anew_lists_what_was_served(built, tmp_path, settings):
+    make_run(tmp_path / "run", built, 10, **settings)
+    traced, contents = RunTrace(tmp_path / "run"), dict[tuple[int, int, int], list[int]]()
+    for pack, row in enumerate(built):
+        for (start, stop), document in zip(pairwise(row["cu_seqlens"].tolist()), row["doc_ids"].tolist(), strict=True):
+            contents[pack, document, stop - start] = row["input_ids"][start:stop].tolist()
+    assert len(contents) == built.index.num_segments.sum()
+    loader, others = PackLoader(built, packs_per_step=4, seed=3, **settings), 0
+    for number, served in zip(range(traced.num_steps), batches_of_steps(loader), strict=False):
+        seen = traced.step(number + 1)
+        listed = [contents[entry["pack"], entry["doc_id"], entry["tokens"]] for entry in seen["segments"]]
+        assert sorted(listed) == sorted(served)
+        assert seen["packs"] == 4
+        others += len({entry["pack"] for entry in seen["segments"]}) > 4
+    assert others > 3, "the packs of the run are not those of the dataset"
+
+
+def batches_of_steps(loader: PackLoader) -> Iterator[list[list[int]]]:
+    """Yield the ids of each segment of each step, from the batches that a model would see."""
+    segments: list[list[int]] = []
+    for number, batch in enumerate(loader.forever(), 1):
+        ids = batch["input_ids"][0].tolist()
+        segments += [ids[start:stop] for start, stop in pairwise(batch["cu_seqlens"].tolist())]
+        if number % loader.batches_per_step == 0:
+            yield segments
+            segments = []
+
+
+@pytest.mark.parametrize("settings", [*ORDERS, *DRAWN], ids=lambda settings: "-".join(settings) or "shuffled")
 def test_a_document_lists_the_steps_that_list_it(built, tmp_path, settings):
     make_run(tmp_path / "run", built, 5, **settings)
     traced = RunTrace(tmp_path / "run")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from shards.cost import PAD_MULTIPLE, attention_pairs, padded_length
 from shards.fetching.ahead import ReadAhead
 from trainer.batch import Batch, HostBuffers, Shape
 from trainer.model.rectangles import plan_rectangles
+
+if TYPE_CHECKING:
+    from trainer.feeding.redraw import RedrawnPacks
 
 Note = TypeVar("Note")
 
@@ -30,17 +33,19 @@ class SourceNumbers:
     """The sources of a dataset, numbered.
 
     Args:
-        runs: (name, first pack, stop pack) of every run of packs from one source, in the order of packs.
+        runs: (name, first pack, stop pack) of every run of packs from one source, in the order of packs. Ids beyond the
+            last count on in further passes over them.
     """
 
     def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
         self.names = list(dict.fromkeys(name for name, _, _ in runs))
         self._first = np.array([first for _, first, _ in runs], np.int64)
         self._number = np.array([self.names.index(name) for name, _, _ in runs], np.int64)
+        self._num_packs = runs[-1][2]
 
     def of(self, packs: np.ndarray) -> np.ndarray:
         """Return the number of each pack's source; int64, same shape."""
-        numbers: np.ndarray = self._number[np.searchsorted(self._first, packs, side="right") - 1]
+        numbers: np.ndarray = self._number[np.searchsorted(self._first, packs % self._num_packs, side="right") - 1]
         return numbers
 
 
@@ -75,12 +80,14 @@ def feed(
     sliding_window: int | None = None,
     rectangles: bool = False,
     sources: SourceNumbers | None = None,
+    drawn: RedrawnPacks | None = None,
 ) -> Iterator[tuple[Batch, Note]]:
     """Turn pack ids into micro-batches on a device, prepared ahead by one thread.
 
     Args:
         batches: Pack ids of each micro-batch and something to hand on with it; consumed by the thread.
         sources: Adds `sources` to each micro-batch: for each token the number of the source that it comes from.
+        drawn: Where packs are drawn anew, what the ids mean; None for the packs of the dataset.
         tokens_per_batch: Most tokens of a micro-batch, padding included.
         static_shapes: Fill every micro-batch of a packed dataset up to the same length.
         sliding_window: Sliding window for `window_pairs`.
@@ -89,15 +96,16 @@ def feed(
         The micro-batch (see `HostBuffers.to_device`) with `num_tokens`, `num_targets`, `attention_pairs` and
         `window_pairs` as ints, and what came with its ids. Its tensors belong to the caller.
     """
-    filler = _Filler(dataset, tokens_per_batch, static_shapes, sliding_window, sources)
+    read = dataset if drawn is None else drawn
+    filler = _Filler(dataset, read, tokens_per_batch, static_shapes, sliding_window, sources)
     source, ahead = ReadAhead(batches, dataset.shards, dataset.mirror), deque[tuple[np.ndarray, Note]]()
     distance = max(PREFETCH, ADVISED_PACKS * dataset.seq_len // tokens_per_batch)
 
     def prepare(buffers: HostBuffers) -> tuple[HostBuffers, Batch, int, Note] | None:
         while len(ahead) < distance and (item := next(source, None)) is not None:
             packs = np.where(item[0] < 0, ~item[0], item[0])
-            dataset.check_hashes(packs)
-            dataset.advise(packs)
+            read.check_hashes(packs)
+            read.advise(packs)
             ahead.append(item)
         if not ahead:
             return None
@@ -134,19 +142,22 @@ class _Filler:
     def __init__(
         self,
         dataset: Dataset,
+        read: Dataset | RedrawnPacks,
         tokens_per_batch: int,
         static_shapes: bool,
         sliding_window: int | None,
         sources: SourceNumbers | None,
     ) -> None:
-        self.dataset, self.sliding_window, self.sources = dataset, sliding_window, sources
+        self.dataset, self.read, self.sliding_window, self.sources = dataset, read, sliding_window, sources
         self.capacity = tokens_per_batch
         self.padded = padded_length(dataset.index.max_seqlen, dataset.seq_len) if dataset.packer == "bucketed" else None
         self.fill_to = tokens_per_batch // dataset.seq_len * dataset.seq_len if static_shapes else None
-        self.longest = dataset.manifest["maxima"]["max_seqlen"]
+        maxima = dataset.manifest["maxima"]
+        self.longest = maxima["max_seqlen"]
+        self.most_segments = maxima["num_segments"] if isinstance(read, Dataset) else read.most_segments
 
     def buffers(self, pin: bool) -> HostBuffers:
-        pack, most = self.dataset.pack(0), self.dataset.manifest["maxima"]["num_segments"]
+        pack, most = self.dataset.pack(0), self.most_segments
         rows = self.capacity // (PAD_MULTIPLE if self.padded is not None else self.dataset.seq_len)
         types = pack.input_ids.dtype, pack.position_ids.dtype
         with_sources, with_weights = self.sources is not None, pack.loss_weights is not None
@@ -156,13 +167,13 @@ class _Filler:
         """Copy packs into the buffers; return the host's figures of the micro-batch, and its rows."""
         masked = rows < 0
         ids = np.where(masked, ~rows, rows)
-        packs = [self.dataset.pack(int(i)) for i in ids]
+        packs = [self.read.pack(int(i)) for i in ids]
         shape = Shape(
             fill_to=self.fill_to if self.padded is None else None,
             row_len=None if self.padded is None else int(self.padded[ids[0]]),
             longest=self.longest,
         )
-        index = self.dataset.index.take(ids)
+        index = self.read.index.take(ids) if isinstance(self.read, Dataset) else self.read.take(ids)
         sources = None if self.sources is None else self.sources.of(ids)
         buffers.fill(packs, int(index.max_seqlen.max()), shape, masked, sources)
         lengths = np.concatenate([np.diff(pack.cu_seqlens) for pack in packs])
