@@ -21,6 +21,7 @@ YOUNG = frozenset(
     ("unroll", "system_field", "strict_fields", "message_weights", "weights_field")
 )  # options that came after the format's version 2
 MIB = 1 << 20
+MAX_VOCAB = 1 << 31
 MAX_SEQ_LEN = 1 << 24  # packing counts lengths in tables of this size
 
 
@@ -151,7 +152,10 @@ class BuildConfig(SelectionConfig):
     sources: str | Path | Sequence[str | Path]
     "SOURCE arguments, each optionally NAME=SOURCE; one may stand alone."
     out: Annotated[str | Path, "Dataset directory, or an fsspec URL."]
-    tokenizer: Annotated[str | Path, "Tokenizer directory or hub name."]
+    tokenizer: Annotated[str | Path | None, "Tokenizer directory or hub name."] = None
+    vocab_size: Annotated[int | None, "Instead of --tokenizer, for records of token ids: how many ids there are."] = (
+        None
+    )
     seq_len: Annotated[int, "Capacity of a pack, in tokens."]
     records: RecordOptions = field(default_factory=RecordOptions)
     "Options of every source that has none of its own."
@@ -190,10 +194,15 @@ class BuildConfig(SelectionConfig):
             )
         if not 2 <= self.seq_len <= MAX_SEQ_LEN:
             raise PackError(f"`seq_len`: {self.seq_len:,}; expected 2 to {MAX_SEQ_LEN:,} tokens.")
-        for name in ("workers", "max_segments"):
+        if (self.tokenizer is None) == (self.vocab_size is None):
+            given = "are not given" if self.tokenizer is None else "are both given"
+            raise PackError(f"`tokenizer`, `vocab_size`: {given}; expected one: the second for token ids alone.")
+        for name in ("workers", "max_segments", "vocab_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackError(f"`{name}`: {value}; expected at least 1.")
+        if self.vocab_size is not None and self.vocab_size > MAX_VOCAB:
+            raise PackError(f"`vocab_size`: {self.vocab_size:,}; expected at most {MAX_VOCAB:,}.")
         if self.window_bytes is not None and self.window_bytes < 1:
             raise PackError(f"`window_bytes`: {self.window_bytes}; expected a positive size, such as 64MiB.")
         if not 0 <= self.max_rejected <= 1:

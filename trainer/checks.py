@@ -81,7 +81,9 @@ def check_tokenizer(dataset: Dataset, model: str, force: bool) -> list[str]:
     if Path(model).suffix == ".json":  # random weights: no tokenizer is theirs
         return []
     ours, theirs = _own_tokenizer(dataset), _tokenizer_file(model)
-    if theirs is None or not ours.exists():
+    if not ours.exists():
+        return ["tokenizer: the dataset has none (its ids were imported), so nobody checked that they are the model's"]
+    if theirs is None:
         return ["tokenizer: the model brings none to compare the dataset's with"]
     differing = _differing(ours, theirs)
     if not differing:

@@ -17,6 +17,7 @@ from pipeline.building.window import read_documents
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
+from pipeline.documents.without_tokenizer import no_text_image, spec_of_size
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import WindowReader
@@ -73,8 +74,10 @@ def audit_sources(path: str, specs: tuple[str, ...], report: VerifyReport) -> No
         report.add("F2", path, what, CHANGED)
         return
     store = LocalStore(path)
+    without = no_text_image(spec_of_size(plan["tokenizer"]["vocab_size"]))
+    tokenizer = f"{path}/tokenizer" if dataset.manifest["tokenizer_files"] else without
     encoders = {
-        special: Encoder(f"{path}/tokenizer", engine="tokenizers", parse_special=special)
+        special: Encoder(tokenizer, engine="tokenizers", parse_special=special)
         for special in {option.parse_special for option in options.values()}
     }
     makers = [DocumentMaker(encoders[source.options.parse_special], source.options) for source in sources]

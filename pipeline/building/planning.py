@@ -6,7 +6,8 @@ from pipeline.building.window import Job
 from pipeline.config import BuildConfig
 from pipeline.documents.encoder import EngineChoice
 from pipeline.documents.make import check_options, with_trained_template
-from pipeline.documents.tokenizer import image_of, load_spec, spec_from_files
+from pipeline.documents.tokenizer import TokenizerSpec, image_of, load_spec, spec_from_files
+from pipeline.documents.without_tokenizer import no_text_image, spec_of_size
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.windows import Source, Window, cut_windows, enumerate_streams
@@ -37,7 +38,7 @@ def make_job(config: BuildConfig, progress: Progress) -> Job:
     windows, part_bytes = cut_windows(sources, config.window_bytes)
     if config.engine == "local" and config.workers > 1 and (streamed or len(windows) > 1):
         start_server()
-    spec, files = load_spec(str(config.tokenizer))
+    spec, files = _tokenizer_of(config, sources)
     for source in sources:
         check_options(source.options, spec)
     trained = with_trained_template(files, [source.options for source in sources])
@@ -49,8 +50,26 @@ def make_job(config: BuildConfig, progress: Progress) -> Job:
         )
     plan = plan_of(config, sources, spec.as_plan(), windows, part_bytes)
     specials = {source.options.parse_special for source in sources}
-    images = {special: image_of(files, spec, str(config.tokenizer), parse_special=special) for special in specials}
+    images = {
+        special: image_of(files, spec, str(config.tokenizer), parse_special=special) if files else no_text_image(spec)
+        for special in specials
+    }
     return Job(plan, plan_id(plan), sources, str(config.out), files, images, EngineChoice(), config.on_error)
+
+
+def _tokenizer_of(config: BuildConfig, sources: list[Source]) -> tuple[TokenizerSpec, dict[str, bytes]]:
+    """Return what the tokenizer is, and its files; none where the size of the vocabulary stands for it."""
+    if config.vocab_size is None:
+        return load_spec(str(config.tokenizer))
+    for source in sources:
+        if source.options.kind != "tokens":
+            raise PackError(
+                f"`vocab_size`: source {source.name!r} holds {source.options.kind} records, which need a tokenizer; "
+                "expected token ids. Name their field with `ids_field`, or pass `tokenizer`."
+            )
+        if source.options.append_eos and source.options.eos_id is None:
+            raise PackError("`append_eos`: without a tokenizer nothing names EOS; expected its id. Add `eos_id`.")
+    return spec_of_size(config.vocab_size), {}
 
 
 def _refuse_idle_policy(config: BuildConfig) -> None:

@@ -17,7 +17,7 @@ from pipeline.building.progress import Progress
 from pipeline.building.repacking.joining import join_documents
 from pipeline.export.naming import file_stems
 from pipeline.export.samples import windows_by_source
-from pipeline.report.show import Decoder
+from pipeline.report.decoding import Decoder
 from pipeline.tokens import Documents
 from shards.errors import PackError
 from shards.reader import Dataset

@@ -9,13 +9,14 @@ import numpy as np
 from rich.console import RenderableType
 
 from pipeline.report.dataset import fill_by_seq_len, inspect_dataset, to_histogram
+from pipeline.report.decoding import decoder_of
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, load_shape
 from pipeline.report.html import Page, write_page
 from pipeline.report.pages import comparison_page, dataset_page
 from pipeline.report.records import DatasetReport
 from pipeline.report.rows import row_statistics
 from pipeline.report.runs import is_run, parts_tables, read_run, runs_page, runs_table, summarize_run
-from pipeline.report.show import Decoder, decode_pack
+from pipeline.report.show import decode_pack
 from pipeline.report.terminal import comparison_view, dataset_view, join_with_blank_lines, make_table
 from shards.errors import PackError
 from shards.fetching.cache import Cache
@@ -132,6 +133,6 @@ def typical_lengths(report: DatasetReport) -> np.ndarray:
 
 def sample_packs(dataset: Dataset) -> list[dict[str, Any]]:
     """Return a few packs spread over a dataset, decoded."""
-    decoder = Decoder(dataset.path / "tokenizer")
+    decoder = decoder_of(dataset)
     rows = np.unique(np.linspace(0, len(dataset) - 1, SAMPLE_PACKS).astype(int)).tolist() if len(dataset) else []
     return [decode_pack(dataset, row, decoder, tokens=SAMPLE_TOKENS) for row in rows]

@@ -1,14 +1,12 @@
 """Packs decoded, so that a person sees what a model will see: segments, positions, targets, special tokens, cuts.
 
 `decode_pack` turns a row into plain data (runs of tokens that are alike, decoded), which the terminal and the HTML page
-both print. Decoding uses the tokenizer files inside the dataset: it needs no network and cannot meet the wrong one.
+both print.
 """
 
 import json
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from itertools import islice, pairwise
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.formatting import format_share
+from pipeline.report.decoding import AnyDecoder, decoder_of
 from pipeline.report.terminal import safe_text
 from shards.errors import PackError, counted
 from shards.fetching.cache import Cache
@@ -39,52 +38,8 @@ UNITS = {
 DecodedPack = dict[str, Any]
 
 
-class Decoder:
-    """Turns token ids of a dataset back into text.
-
-    Args:
-        directory: The dataset's `tokenizer/` folder.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    @cached_property
-    def _content(self) -> bytes:
-        file = self.directory / "tokenizer.json"
-        try:
-            return file.read_bytes()
-        except FileNotFoundError as error:
-            raise PackError(f"{file}: is missing; expected the tokenizer of the build. See pack verify.") from error
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_str(self._content.decode("utf-8"))  # whatever the directory is called
-
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of added tokens: those that steer a model rather than spell text."""
-        content = json.loads(self._content)
-        return frozenset(token["id"] for token in content.get("added_tokens") or ())
-
-    def decode_batch(self, ids: list[list[int]]) -> list[str]:
-        """Return the text of each list of ids, decoded by itself, control tokens spelled out."""
-        texts: list[str] = self._tokenizer.decode_batch(ids, skip_special_tokens=False)
-        return texts
-
-    def text(self, ids: np.ndarray, before: np.ndarray) -> str:
-        """Decode `ids`, which follow the ids `before`: decoders drop a space at the start of a text, not inside it."""
-        head = self._tokenizer.decode(before.tolist(), skip_special_tokens=False) if len(before) else ""
-        whole: str = self._tokenizer.decode(np.concatenate([before, ids]).tolist(), skip_special_tokens=False)
-        if whole.startswith(head):
-            return whole[len(head) :]
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
-
-
 def decode_pack(
-    dataset: Dataset, row: int, decoder: Decoder, *, tokens: int | None = None, scores: Scores | None = None
+    dataset: Dataset, row: int, decoder: AnyDecoder, *, tokens: int | None = None, scores: Scores | None = None
 ) -> DecodedPack:
     """Return one pack as plain data.
 
@@ -144,7 +99,7 @@ def decode_pack(
     }
 
 
-def _runs(pack: DecodedPack, start: int, stop: int, decoder: Decoder) -> Iterator[dict[str, Any]]:
+def _runs(pack: DecodedPack, start: int, stop: int, decoder: AnyDecoder) -> Iterator[dict[str, Any]]:
     """Yield stretches of tokens that are all targets or all not, every special token by itself."""
     ids, mask = pack["input_ids"][start:stop].astype(np.int64), pack["loss_mask"][start:stop]
     special = np.isin(ids, np.fromiter(decoder.special_ids, np.int64, len(decoder.special_ids)))
@@ -213,7 +168,7 @@ def rows_of_document(dataset: Dataset, document: int) -> list[int]:
     return list(dict.fromkeys(row for _, _, row in parts))
 
 
-def rows_with_text(dataset: Dataset, text: str, decoder: Decoder) -> Iterator[int]:
+def rows_with_text(dataset: Dataset, text: str, decoder: AnyDecoder) -> Iterator[int]:
     """Yield the packs with `text` inside one segment, in order."""
     for row in range(len(dataset)):
         pack = dataset[row]
@@ -299,7 +254,7 @@ def show_packs(
         PackError: No such pack, document or text, or scores of another dataset.
     """
     dataset, console = Dataset(path, cache=cache), Console()
-    decoder = Decoder(dataset.path / "tokenizer")
+    decoder = decoder_of(dataset)
     losses = None if scores is None else read_scores(scores, dataset.dataset_id)
     rows = [row]
     if worst:

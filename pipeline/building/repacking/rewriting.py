@@ -39,7 +39,8 @@ class Output:
 
 def output_of(plan: Plan, out: str, dataset: Path) -> Output:
     """Return what a dataset with this plan is, with the tokenizer of the one that it comes from."""
-    files = {path.name: path.read_bytes() for path in sorted((dataset / "tokenizer").iterdir())}
+    directory = dataset / "tokenizer"
+    files = {path.name: path.read_bytes() for path in sorted(directory.iterdir())} if directory.is_dir() else {}
     return Output(plan=plan, plan_id=plan_id(plan), sources=(), out=out, tokenizer_files=files)
 
 

@@ -269,3 +269,76 @@ def test_the_command_line_knows_ids_by_their_fields(tmp_path, words_dir):
     result = CliRunner().invoke(main, [*arguments, "--ids-field", "ids"])
     assert result.exit_code == 0, result.output
     assert sum(len(row["input_ids"]) for row in Dataset(tmp_path / "out")) == sum(map(len, DOCUMENTS))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_columns_of_a_dataset_of_the_hub_come_through_the_library(tmp_path, pack, monkeypatch, streamed):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "repo").mkdir()
+    rows = [{"input_ids": ids, "labels": [-100, *ids[1:-1], -100]} for ids in DOCUMENTS]
+    table(rows, tmp_path / "repo" / "train.jsonl")
+    source = f"hf:{tmp_path / 'repo'}" + (":train" if streamed else "")
+    found = imported(pack(source, labels_field="labels"))
+    assert found == {(number, 0): (ids, [0] + [1] * (len(ids) - 2) + [0]) for number, ids in enumerate(DOCUMENTS)}
+
+
+VOCAB_SIZE = 200
+
+
+@pytest.fixture
+def without(tmp_path: Path) -> Dataset:
+    """A dataset of ids whose tokenizer nobody brought."""
+    source = table([{"input_ids": ids} for ids in DOCUMENTS], tmp_path / "ids.parquet")
+    flags = ["--vocab-size", str(VOCAB_SIZE), "--ids-field", "input_ids", "--seq-len", "64"]
+    done = CliRunner().invoke(main, ["build", str(source), *flags, "--out", str(tmp_path / "bare")])
+    assert done.exit_code == 0, done.output
+    return Dataset(tmp_path / "bare")
+
+
+def test_ids_are_packed_without_a_tokenizer(without, tmp_path):
+    assert imported(without) == {(number, 0): (ids, [0] + [1] * (len(ids) - 1)) for number, ids in enumerate(DOCUMENTS)}
+    assert (without.max_token_id, without.plan["tokenizer"]["vocab_size"]) == (VOCAB_SIZE - 1, VOCAB_SIZE)
+    assert without.manifest["tokenizer_files"] == {}
+    for command in (["verify"], ["verify", "--against", str(tmp_path / "ids.parquet")], ["inspect"]):
+        done = CliRunner().invoke(main, [command[0], str(without.path), *command[1:]])
+        assert done.exit_code == 0, done.output
+
+
+def test_ids_without_a_tokenizer_are_shown_as_numbers(without, tmp_path):
+    done = CliRunner().invoke(main, ["show", str(without.path), "--doc", "0:3", "--json"])
+    (pack,) = map(json.loads, done.stdout.splitlines())
+    (segment,) = [segment for segment in pack["segments"] if segment["document"] == 3]
+    text = "".join(run["text"] for run in segment["runs"])
+    assert text == "".join(f" {token}" for token in DOCUMENTS[3])
+    done = CliRunner().invoke(main, ["inspect", str(without.path), "--html", str(tmp_path / "page.html")])
+    assert done.exit_code == 0, done.output
+
+
+def test_what_needs_a_tokenizer_says_so(without, tmp_path):
+    done = CliRunner().invoke(main, ["export", str(without.path), "--to", "jsonl", "--out", str(tmp_path / "out")])
+    assert (done.exit_code, "expected a dataset that was built with a tokenizer" in done.stderr) == (1, True)
+    again = CliRunner().invoke(main, ["repack", str(without.path), "--seq-len", "32", "--out", str(tmp_path / "again")])
+    assert again.exit_code == 0, again.output
+    assert imported(Dataset(tmp_path / "again")) == imported(without)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--tokenizer, --vocab-size: are not given; expected one"),
+        (["--vocab-size", "200", "--tokenizer", "x"], "are both given; expected one"),
+        (["--vocab-size", "200"], "source 'corpus' holds text records, which need a tokenizer; expected token ids"),
+        (["--vocab-size", "200", "--ids-field", "input_ids", "--append-eos"], "expected its id. Add --eos-id"),
+        (["--vocab-size", "12", "--ids-field", "input_ids"], "id 12 at place 2; expected 0 to 11"),
+        (["--vocab-size", "0", "--ids-field", "input_ids"], "--vocab-size: 0; expected at least 1"),
+    ],
+)
+def test_a_size_that_cannot_stand_for_a_tokenizer_is_refused(tmp_path, flags, message):
+    source = table([{"input_ids": ids} for ids in DOCUMENTS], tmp_path / "ids.jsonl")
+    arguments = ["build", str(source), "--seq-len", "64", "--out", str(tmp_path / "out"), *flags]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code in (1, 2)
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1 or done.exit_code == 2

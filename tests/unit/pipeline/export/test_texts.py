@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipeline.export.texts import decode
-from pipeline.report.show import Decoder
+from pipeline.report.decoding import Decoder
 from pipeline.tokens import Documents
 
 

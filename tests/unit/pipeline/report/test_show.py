@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 from pipeline.cli import main
-from pipeline.report.show import Decoder, decode_pack, find_neighbours, pack_view, rows_of_document
+from pipeline.report.decoding import Decoder
+from pipeline.report.show import decode_pack, find_neighbours, pack_view, rows_of_document
 from shards import Dataset, PackError
 from shards.tables.provenance import parse_document_id
 
