@@ -60,8 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("datasets", nargs="*")
     parser.add_argument("--segments", type=int, default=10_000_000)
+    parser.add_argument("--quick", action="store_true", help="few segments: to see that it works")
     options = parser.parse_args()
-    draw_many(options.segments)
+    draw_many(100_000 if options.quick else options.segments)
     for path in options.datasets:
         dataset = Dataset(path)
         begin = time.perf_counter()

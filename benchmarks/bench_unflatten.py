@@ -56,7 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="once, on few tokens: to see that it works")
     options = parser.parse_args()
+    if options.quick:
+        options.tokens, options.repeats = 1024, 1
     lengths = lengths_of(options.tokens, seed=0)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     begin = time.perf_counter()

@@ -12,9 +12,9 @@ from shards import Dataset
 from shards.counts import empty_counts, length_histogram
 from shards.manifest import commit
 from shards.plan import make_plan, make_source, plan_id
-from shards.publish import LocalStore, canonical
+from shards.publish import LocalStore, canonical, seal
 from shards.schema import layout_of
-from shards.sidecar import make_sidecar
+from shards.sidecar import make_sidecar, sidecar_name
 from shards.writer import write_shard
 
 WINDOW_TOKENS = 1 << 24
@@ -44,6 +44,9 @@ def write_dataset(path: Path, lengths: np.ndarray, seq_len: int, vocab_size: int
         counts = empty_counts()
         counts["packs"], counts["segments"] = len(rows), len(segments.length)
         counts["tokens"] = {"read": int(here.sum()), "packed": int(here.sum()), "lost": {}}
+        targets, heads = int(rows.num_targets.sum()), len(segments.length) - len(here)  # that cuts made
+        counts["targets"] = {"read": targets + heads, "packed": targets, "lost": {"boundary": heads} if heads else {}}
+        counts["documents"] |= {"read": len(here), "packed": len(here), "split": int((here > seq_len).sum())}
         sidecar = make_sidecar(
             plan_id=plan_id(plan),
             window=window,
@@ -54,6 +57,7 @@ def write_dataset(path: Path, lengths: np.ndarray, seq_len: int, vocab_size: int
             lengths=length_histogram(here),
             segment_lengths=length_histogram(segments.length),
         )
+        store.put(sidecar_name(window), seal(sidecar))
         sidecars.append(sidecar)
     commit(store, plan, sidecars, {}, {})
     return Dataset(path)

@@ -179,10 +179,17 @@ def test_a_line_that_sets_nothing_is_named(tmp_path, line, message):
     assert str(tmp_path / "build.toml") in result.stderr
 
 
-@pytest.mark.parametrize("missing", ["sources", "out", "tokenizer", "seq_len"])
+@pytest.mark.parametrize("missing", ["sources", "out", "seq_len"])
 def test_what_neither_gives_is_a_usage_error(tmp_path, missing):
     lines = [line for line in FILE.splitlines() if not line.startswith(missing)]
     (tmp_path / "build.toml").write_text("\n".join(lines))
     result = run("build", "--config", tmp_path / "build.toml")
     assert result.exit_code == 2
     assert f"Missing {'argument' if missing == 'sources' else 'option'}" in result.stderr
+
+
+def test_a_build_without_tokenizer_and_vocabulary_says_which_two_there_are(tmp_path):
+    lines = [line for line in FILE.splitlines() if not line.startswith("tokenizer")]
+    (tmp_path / "build.toml").write_text("\n".join(lines))
+    result = run("build", "--config", tmp_path / "build.toml")
+    assert (result.exit_code, "--tokenizer, --vocab-size: are not given; expected one" in result.stderr) == (1, True)
