@@ -124,8 +124,10 @@ def test_a_terminal_does_not_obey_what_a_corpus_says(tmp_path, tokenizer_dir):
     assert "␛[2J" in CliRunner().invoke(main, ["show", str(tmp_path / "out")]).output
 
 
-def test_a_dataset_without_its_tokenizer_is_an_error(write_dataset):
-    done = CliRunner().invoke(main, ["show", str(write_dataset({"web": [[2]]}))])
+def test_a_dataset_without_its_tokenizer_is_an_error(write_dataset, tokenizer_dir):
+    path = write_dataset({"web": [[2]]}, tokenizer=tokenizer_dir)
+    (path / "tokenizer" / "tokenizer.json").unlink()
+    done = CliRunner().invoke(main, ["show", str(path)])
     assert (done.exit_code, done.output.count("\n")) == (1, 1)
     assert "tokenizer.json: is missing" in done.output
 
