@@ -17,7 +17,7 @@ from pipeline.building.window import read_documents
 from pipeline.config import RecordOptions
 from pipeline.documents.encoder import Encoder
 from pipeline.documents.make import DocumentMaker
-from pipeline.documents.without_tokenizer import no_text_image, spec_of_size
+from pipeline.documents.tokenizer import no_text_image, spec_of_size
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.reader import WindowReader

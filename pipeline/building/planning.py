@@ -6,8 +6,14 @@ from pipeline.building.window import Job
 from pipeline.config import BuildConfig
 from pipeline.documents.encoder import EngineChoice
 from pipeline.documents.make import check_options, with_trained_template
-from pipeline.documents.tokenizer import TokenizerSpec, image_of, load_spec, spec_from_files
-from pipeline.documents.without_tokenizer import no_text_image, spec_of_size
+from pipeline.documents.tokenizer import (
+    TokenizerSpec,
+    image_of,
+    load_spec,
+    no_text_image,
+    spec_from_files,
+    spec_of_size,
+)
 from pipeline.packing.packers import PACKERS
 from pipeline.sources.discovery import resolve_sources
 from pipeline.sources.windows import Source, Window, cut_windows, enumerate_streams

@@ -33,6 +33,9 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 MARK = re.compile(r"[<\[{(|｜].*[>\]})|｜]", re.DOTALL)
 
+NO_TEXT = orjson.dumps({"model": {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}, "added_tokens": []})
+"A tokenizer.json that knows no text, since encoders are made of one: records of token ids are never encoded."
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
@@ -105,6 +108,25 @@ def image_of(
     parse.cache_clear()  # some 100 MB
     content = full_json(tokenizer) if parse_special else plain_json(tokenizer, spec.special_tokens.values())
     return TokenizerImage(spec=spec, content=content, unknown_id=unknown_id(tokenizer))
+
+
+def spec_of_size(vocab_size: int) -> TokenizerSpec:
+    """Return what stands for the tokenizer of ids below `vocab_size`; it names no EOS, padding or control token."""
+    return TokenizerSpec(
+        digest=hashlib.sha256(f"ids below {vocab_size}".encode()).hexdigest(),
+        vocab_size=vocab_size,
+        max_id=vocab_size - 1,
+        bos_id=None,
+        eos_id=None,
+        pad_id=None,
+        prefix_ids=(),
+        suffix_ids=(),
+    )
+
+
+def no_text_image(spec: TokenizerSpec) -> TokenizerImage:
+    """Return what the encoder of a build is made of that encodes nothing."""
+    return TokenizerImage(spec=spec, content=NO_TEXT, unknown_id=None)
 
 
 def load_spec(name_or_dir: str) -> tuple[TokenizerSpec, dict[str, bytes]]:
