@@ -158,7 +158,8 @@ class _Build:
         prepare(self.store, state, decision, job)
         self.lock.share()
         contents = [image.content for image in job.images.values()]
-        size = 0 if config.finalize else self.raw_bytes
+        encodes = not config.finalize and any(source.options.kind != "tokens" for source in job.sources)
+        size = self.raw_bytes if encodes else 0
         trust = EngineTrust(contents, config.tokenizer_engine, size, config.workers, progress.on_message)
         self.job = replace(job, engines=trust.choice)
         try:

@@ -17,6 +17,7 @@ import xxhash
 
 from pipeline.config import RecordOptions
 from pipeline.sources.parsing import fields_of, name_of
+from shards.shard import numbers_of
 
 # each tells documents of a row
 SEQ_LENGTHS, CU_SEQLENS, SEQ_START_ID, POSITION_IDS = "seq_lengths", "cu_seqlens", "seq_start_id", "position_ids"
@@ -179,8 +180,10 @@ def _of_arrow(name: str, column: Any, faults: dict[int, str]) -> Ragged:
         what = f"is of type {kind}" if item is None else f"holds values of type {item}"
         faults.update(dict.fromkeys(range(rows), f"field {name!r} {what}; expected a list of integers") | faults)
         return Ragged(np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist():
+    sizes = pc.list_value_length(column)
+    lengths = numbers_of(pc.fill_null(sizes, 0) if column.null_count else sizes).astype(np.int64)
+    nulls = column.is_null().to_numpy(zero_copy_only=False) if column.null_count else np.zeros(0, bool)
+    for row in np.flatnonzero(nulls).tolist():
         faults.setdefault(row, f"field {name!r} is null; expected a list of integers")
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     values = column.flatten()  # leaves out what null rows hold
@@ -189,5 +192,5 @@ def _of_arrow(name: str, column: Any, faults: dict[int, str]) -> Ragged:
         for row in np.unique(np.searchsorted(offsets, places, side="right") - 1).tolist():
             faults.setdefault(row, f"field {name!r} holds null; expected integers")
         values = pc.fill_null(values, False if pa.types.is_boolean(item) else 0)
-    array = values.to_numpy(zero_copy_only=False)
+    array = values.to_numpy(zero_copy_only=False) if pa.types.is_boolean(item) else numbers_of(values)
     return Ragged(array.astype(np.int64) if array.dtype.kind in "bu" and array.dtype.itemsize > 4 else array, offsets)

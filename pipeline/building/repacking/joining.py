@@ -7,6 +7,7 @@ import numpy as np
 
 from pipeline.tokens import Documents
 from shards.reader import Dataset
+from shards.shard import ArrowBatch
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,19 @@ def join_documents(dataset: Dataset, number: int) -> StoredWindow:
     Raises:
         FormatError: The window's shard is damaged.
     """
-    first = int(dataset.shards.columns["first_pack"][number])
-    packs = range(first, first + dataset.shards[number]["rows"])
-    dataset.check_hashes(packs[:1])  # its whole shard: a flipped bit would be written on with a hash that fits
-    rows = [dataset[pack] for pack in packs]
-    tokens = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
-    bounds = [row["cu_seqlens"].astype(np.int64) + start for row, start in zip(rows, tokens, strict=False)]
-    starts = _joined([each[:-1] for each in bounds], np.int64)
-    real = [row["segment_lens"] for row in rows] if dataset.layout.align > 1 else map(np.diff, bounds)
-    lengths = _joined(list(real), np.int64)
-    ids, parts, offsets, cut_targets = (
-        _joined([row[name] for row in rows], np.int64)
-        for name in ("doc_ids", "doc_parts", "doc_offsets", "start_targets")
-    )
+    first, rows = int(dataset.shards.columns["first_pack"][number]), dataset.shards[number]["rows"]
+    # the whole shard of its first pack: a flipped bit would be written on with a hash that fits
+    dataset.check_hashes(range(first, first + min(1, rows)))
+    batches = [batch for _, batch in dataset.batches(number)]
+    tokens = np.cumsum([0, *(len(batch.lists["input_ids"][0]) for batch in batches)])
+    bounds = [_segments(batch, start) for batch, start in zip(batches, tokens, strict=False)]
+    starts = _joined([begins for begins, _ in bounds], np.int64)
+
+    def column(name: str, dtype: Any = np.int64) -> np.ndarray:
+        return _joined([batch.lists[name][0] for batch in batches], dtype)
+
+    lengths = column("segment_lens") if dataset.layout.align > 1 else _joined([each for _, each in bounds], np.int64)
+    ids, parts, offsets, cut_targets = map(column, ("doc_ids", "doc_parts", "doc_offsets", "start_targets"))
     order = np.lexsort((offsets, parts, ids))
     ids, parts, offsets, cut_targets = ids[order], parts[order], offsets[order], cut_targets[order]
     lengths = lengths[order]
@@ -51,19 +52,19 @@ def join_documents(dataset: Dataset, number: int) -> StoredWindow:
     new[1:] = (ids[1:] != ids[:-1]) | (parts[1:] != parts[:-1])
     heads = np.flatnonzero(new)
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    numbers = np.repeat(np.arange(len(rows)), [len(each) - 1 for each in bounds])[order]
+    numbers = np.repeat(np.arange(len(batches)), [len(begins) for begins, _ in bounds])[order]
     begins = starts[order] - tokens[numbers]
     spans = list(zip(numbers.tolist(), begins.tolist(), (begins + lengths).tolist(), strict=True))
     mask = weights = cut_weights = None
     if dataset.layout.loss_mask:
-        mask = _collect([row["loss_mask"] for row in rows], spans, np.uint8)
+        mask = _collect(batches, "loss_mask", spans, np.uint8)
         mask[ends[:-1]] = cut_targets
     if dataset.layout.loss_weights:
-        weights = _collect([row["loss_weights"] for row in rows], spans, np.float16)
-        cut_weights = _joined([row["start_weights"] for row in rows], np.float16)[order]
+        weights = _collect(batches, "loss_weights", spans, np.float16)
+        cut_weights = column("start_weights", np.float16)[order]
         weights[ends[:-1]] = cut_weights
     documents = Documents(
-        input_ids=_collect([row["input_ids"] for row in rows], spans, np.int32),
+        input_ids=_collect(batches, "input_ids", spans, np.int32),
         offsets=np.append(ends[heads], ends[-1]),
         doc_ids=ids[heads],
         loss_mask=mask,
@@ -71,7 +72,7 @@ def join_documents(dataset: Dataset, number: int) -> StoredWindow:
         doc_parts=parts[heads].astype(np.int32) if parts.any() else None,
     )
     if dataset.plan["turn_ends"]:
-        turns = _joined([row["turn_ends"] + start for row, start in zip(rows, tokens, strict=False)], np.int64)
+        turns = _joined([_turns(batch, start) for batch, start in zip(batches, tokens, strict=False)], np.int64)
         documents = _with_turns(documents, turns, starts, order, ends)
     first_weights = None if cut_weights is None else cut_weights[heads]
     return StoredWindow(documents, offsets[heads], cut_targets[heads].astype(np.uint8), first_weights)
@@ -93,9 +94,26 @@ def _with_turns(
     )
 
 
-def _collect(rows: list[np.ndarray], spans: list[tuple[int, int, int]], dtype: Any) -> np.ndarray:
-    """Return slices (row, begin, end) end to end: one copy each, which beats an index for every token."""
-    return _joined([rows[row][begin:end] for row, begin, end in spans], dtype)
+def _collect(batches: list[ArrowBatch], name: str, spans: list[tuple[int, int, int]], dtype: Any) -> np.ndarray:
+    """Return slices (batch, begin, end) end to end: one copy each, which beats an index for every token."""
+    values = [batch.lists[name][0] for batch in batches]
+    return _joined([values[batch][begin:end] for batch, begin, end in spans], dtype)
+
+
+def _segments(batch: ArrowBatch, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each segment of a batch begins, counted from its first token on as `first`, and its length."""
+    bounds, offsets = batch.lists["cu_seqlens"]
+    bounds = bounds + first + np.repeat(batch.lists["input_ids"][1][:-1].astype(np.int64), np.diff(offsets))
+    inside = np.ones(len(bounds), bool)
+    inside[offsets[1:] - 1] = False  # the last bound of a pack begins no segment
+    begins = np.flatnonzero(inside)
+    return bounds[begins], bounds[begins + 1] - bounds[begins]
+
+
+def _turns(batch: ArrowBatch, first: int) -> np.ndarray:
+    """Return where turns end in a batch, counted from its first token on as `first`."""
+    ends, offsets = batch.lists["turn_ends"]
+    return ends + first + np.repeat(batch.lists["input_ids"][1][:-1].astype(np.int64), np.diff(offsets))
 
 
 def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
