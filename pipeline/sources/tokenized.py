@@ -8,6 +8,7 @@ row that is none becomes a fault with its reason. Whether ids, labels and bounda
     values [5, 6, 7], offsets [0, 2, 3, 3], faults {2: "field 'input_ids' is null; expected a list of integers"}
 """
 
+from array import array
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -148,12 +149,12 @@ def _numbers(value: Any, length: int) -> npt.NDArray[np.float64] | None:
 
 def _integers(value: Any) -> npt.NDArray[np.int64] | None:
     """Return a list of integers as an array; None for anything else."""
-    try:
-        array = np.asarray(value)
-    except ValueError:  # lists of unlike lengths inside
+    if not isinstance(value, list | tuple):
         return None
-    empty = array.shape == (0,)
-    return array.astype(np.int64) if empty or (array.ndim == 1 and array.dtype.kind in "ib") else None
+    try:
+        return np.array(array("q", value))  # half again as fast as numpy, which looks for a type first
+    except (TypeError, OverflowError):
+        return None
 
 
 def _fault_of(name: str, record: dict[str, Any], weights: bool = False) -> str:
@@ -192,5 +193,5 @@ def _of_arrow(name: str, column: Any, faults: dict[int, str]) -> Ragged:
         for row in np.unique(np.searchsorted(offsets, places, side="right") - 1).tolist():
             faults.setdefault(row, f"field {name!r} holds null; expected integers")
         values = pc.fill_null(values, False if pa.types.is_boolean(item) else 0)
-    array = values.to_numpy(zero_copy_only=False) if pa.types.is_boolean(item) else numbers_of(values)
-    return Ragged(array.astype(np.int64) if array.dtype.kind in "bu" and array.dtype.itemsize > 4 else array, offsets)
+    found = values.to_numpy(zero_copy_only=False) if pa.types.is_boolean(item) else numbers_of(values)
+    return Ragged(found.astype(np.int64) if found.dtype.kind in "bu" and found.dtype.itemsize > 4 else found, offsets)
