@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from trainer.collator import WeightedTrainer as WeightedTrainer
     from trainer.config import TrainConfig as TrainConfig
     from trainer.documents.trace import RunTrace as RunTrace
-    from trainer.evaluate import evaluate as evaluate
+    from trainer.evaluation import evaluate as evaluate
     from trainer.loader import PackLoader as PackLoader
     from trainer.loop import TrainResult as TrainResult
     from trainer.loop import train as train
@@ -27,7 +27,7 @@ _HOMES = {
     "TrainResult": "trainer.loop",
     "WeightedTrainer": "trainer.collator",
     "check_model": "trainer.model.loading",
-    "evaluate": "trainer.evaluate",
+    "evaluate": "trainer.evaluation",
     "load_model": "trainer.model.loading",
     "train": "trainer.loop",
 }

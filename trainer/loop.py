@@ -25,7 +25,7 @@ from trainer import distributed
 from trainer.batch import Batch
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.evaluate import evaluate_all
+from trainer.evaluation import evaluate_all
 from trainer.interrupt import Interrupt
 from trainer.loader import Step
 from trainer.metrics import memory_gib, peak_flops

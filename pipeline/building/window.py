@@ -163,7 +163,7 @@ def run_window(job: Job, task: Task, store: Store, maker: DocumentMaker, stages:
 
 def _more_than_records(documents: Documents) -> int:
     """Count the documents beyond the first of each record."""
-    return 0 if documents.doc_parts is None else int(np.count_nonzero(documents.doc_parts))
+    return 0 if documents.doc_parts is None else len(documents.doc_ids) - len(np.unique(documents.doc_ids))
 
 
 def _rejected(entry: Rejected, window: int) -> Rejection:

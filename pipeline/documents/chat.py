@@ -66,6 +66,8 @@ class Rendering:
     "Id put after the text."
     token_weights: tuple[TokenWeights, ...] = ()
     "Characters whose tokens have weights of their own."
+    turn: int = 0
+    "Where a conversation became several documents: the place of this one's last message in it, from 0."
 
 
 class RewrittenError(SourceError):

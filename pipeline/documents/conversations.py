@@ -7,6 +7,7 @@ another stay one document, so only templates that really rewrite pay: n answers 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.config import RecordOptions
@@ -57,6 +58,9 @@ class ConversationRenderer:
         renderings = Renderings(self.template, conversation, messages)
         documents = self._documents(renderings, weights)
         made = [with_token_weights(one, single) if single else one.rendering for one in documents]
+        if len(made) > 1:
+            lasts = [len(document.messages) - 1 for document in documents]
+            made = [replace(one, turn=last) for one, last in zip(made, lasts, strict=True)]
         if key is not None and len(self.layouts) < MAX_LAYOUTS:
             layouts = [
                 Layout.of(rendering, document.content, len(document.messages), self.template.added)

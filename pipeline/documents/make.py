@@ -123,15 +123,6 @@ def _template_text(spec: TokenizerSpec, options: RecordOptions, with_tools: bool
     return text
 
 
-def _parts(indices: list[int]) -> npt.NDArray[np.int32] | None:
-    """Number the documents of each record from 0; None where no record gives two. [4, 4, 7] gives [0, 1, 0]."""
-    records = np.array(indices, np.int64)
-    firsts = np.flatnonzero(np.diff(records, prepend=-1))
-    if len(firsts) == len(records):
-        return None
-    return (np.arange(len(records)) - np.repeat(firsts, np.diff(firsts, append=len(records)))).astype(np.int32)
-
-
 class DocumentMaker:
     """Makes documents of the records of one source; a worker holds one for each set of options.
 
@@ -296,7 +287,9 @@ class DocumentMaker:
             indices += [index] * len(documents)
         with_turns = self.options.overlong_policy == "truncate-turns"
         made = encode_renderings(renderings, self.chunks, with_turns=with_turns, with_weights=self.options.weighted)
-        return made._replace(doc_ids=np.array(indices, np.int64), doc_parts=_parts(indices)), rejected
+        turns = np.array([rendering.turn for rendering in renderings], np.int32)
+        parts = turns if turns.any() else None
+        return made._replace(doc_ids=np.array(indices, np.int64), doc_parts=parts), rejected
 
     def _rendered(self, record: dict[str, Any]) -> list[Rendering]:
         """Return the documents of a record; none for an empty one."""

@@ -23,7 +23,7 @@ from shards.plan import Plan
 from shards.reader import Dataset
 from shards.schema import split_doc_id
 from shards.sidecar import Sidecar
-from shards.tables.provenance import Provenance, parts_of, read_sidecar, spans_of
+from shards.tables.provenance import Provenance, name_part, parts_of, read_sidecar, spans_of
 from shards.tables.scores import Scores, read_scores
 from shards.tables.shard_list import ShardEntry
 from shards.text import printable
@@ -67,6 +67,7 @@ def decode_pack(
         {
             "document": int(document),
             "part": int(part),
+            "part_name": name_part(dataset.plan, shard["source"], int(part)),
             **({} if scores is None else {"loss": scores.loss_of(int(document), int(part))}),
             "record": record_of(dataset.plan, shard, spans, int(document)),
             "start": start,
@@ -196,7 +197,7 @@ def segment_title(segment: DecodedPack, number: int) -> str:
             cuts.append(f"{counted(segment[lost], 'token')} {where} it LOST")
     first, last = segment["start"], segment["start"] + segment["tokens"] - 1
     place = f"tokens {first:,} to {last:,} (positions 0 to {last - first:,}), {counted(segment['targets'], 'target')}"
-    record = segment["record"] + (f", document {segment['part'] + 1} of it" if segment["part"] else "")
+    record = ", ".join(filter(None, (segment["record"], segment["part_name"])))
     if segment.get("loss") is not None:
         record += f", loss {segment['loss']:.3f}"
     return f"segment {number}: {place}, {'; '.join([record, *cuts])}"

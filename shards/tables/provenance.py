@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shards.errors import FormatError, PackError, counted
+from shards.plan import Plan
 from shards.reader import Dataset
 from shards.schema import doc_id, split_doc_id
 from shards.sidecar import Sidecar, parse_sidecar, sidecar_name
@@ -175,6 +176,17 @@ def parse_document_id(text: str) -> int:
     if not record.isdecimal() or (colon and not window.isdecimal()):
         raise PackError(f"`doc`: {text}; is no document, expected its doc_id, or window:record such as 0:17.")
     return doc_id(int(window), int(record)) if colon else int(record)
+
+
+def name_part(plan: Plan, source: str, part: int) -> str:
+    """Say which of the documents of its record one is; "" for the only one.
+
+    A document of an unrolled conversation goes to one of its messages, one of a packed row has a place there.
+    """
+    kind = next(entry["records"].get("kind") for entry in plan["sources"] if entry["name"] == source)
+    if not part:
+        return ""
+    return f"to its message {part + 1}" if kind == "chat" else f"document {part + 1} of it"
 
 
 def parts_of(dataset: Dataset, window: int, records: set[int]) -> Parts:

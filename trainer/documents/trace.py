@@ -21,7 +21,7 @@ from shards.ordering.block_order import BlockOrder
 from shards.ordering.of_dataset import order_of
 from shards.ordering.step_order import StepOrder
 from shards.schema import split_doc_id
-from shards.tables.provenance import Provenance, parts_of
+from shards.tables.provenance import Provenance, name_part, parts_of
 from shards.tables.scores import Scores, read_scores
 from trainer.config import TrainConfig
 from trainer.saving.metric_lines import last_step
@@ -35,6 +35,8 @@ class DocumentName(TypedDict):
 
     doc_id: int
     doc_part: int
+    part_name: str
+    "Which of its record's documents it is, in words; empty for the only one."
     source: str
     file: str | None
     record: int | None
@@ -258,6 +260,7 @@ class RunTrace:
         return {
             "doc_id": document,
             "doc_part": part,
+            "part_name": name_part(self.dataset.plan, self.dataset.shards[split_doc_id(document)[0]]["source"], part),
             "source": self.dataset.shards[split_doc_id(document)[0]]["source"],
             "file": record.file if record else None,
             "record": record.number if record else None,

@@ -80,7 +80,7 @@ def _place(document: DocumentName) -> str:
     name = f"{document['doc_id'] >> 32}:{document['doc_id'] & 0xFFFFFFFF}"
     if document["file"] is not None:
         name = f"{document['file']}:{document['record']}"
-    return name + (f" (document {document['doc_part'] + 1} of it)" if document["doc_part"] else "")
+    return name + (f" ({document['part_name']})" if document["part_name"] else "")
 
 
 def _loss(document: DocumentName) -> str:

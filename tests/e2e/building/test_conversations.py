@@ -88,10 +88,12 @@ class TestUnrolled:
         for pack in Dataset(path):
             for length, *document in zip(np.diff(pack["cu_seqlens"]), pack["doc_ids"], pack["doc_parts"], strict=True):
                 lengths[tuple(map(int, document))] = lengths.get(tuple(map(int, document)), 0) + int(length)
-        assert set(lengths) == {(record, part) for record in range(20) for part in range(1 + record % 2)}
-        second = [lengths[record, 1] for record in range(1, 20, 2)]
+        first_end, second_end = len(TALK) - 1, len(TALK) + 1  # places of the answers that documents end with
+        parts = {record: (first_end, second_end) if record % 2 else (0,) for record in range(20)}
+        assert set(lengths) == {(record, part) for record, found in parts.items() for part in found}
+        second = [lengths[record, second_end] for record in range(1, 20, 2)]
         facts = {"conversations": 10, "turns": 20, "documents": 20, "tokens_once": sum(second)}
-        facts["tokens"] = sum(second) + sum(lengths[record, 0] for record in range(1, 20, 2))
+        facts["tokens"] = sum(second) + sum(lengths[record, first_end] for record in range(1, 20, 2))
         assert manifest["facts"]["unrolled"] == facts
 
     def test_it_verifies_and_holds_its_source(self, unrolled):
@@ -101,11 +103,12 @@ class TestUnrolled:
         audit_sources(str(path), (source,), report)
         assert report.ok, report.problems
 
-    def test_a_document_is_shown_with_its_number_within_its_record(self, unrolled):
+    def test_a_document_is_shown_with_the_message_that_it_ends_with(self, unrolled):
         _, _, path = unrolled
         result = CliRunner().invoke(main, ["show", str(path), "--doc", "0:1"])
         assert result.exit_code == 0, result.output
-        assert ", document 2 of it" in result.output
+        assert f", to its message {len(TALK)}" in result.output
+        assert f", to its message {len(TALK) + 2}" in result.output
 
     def test_the_summary_says_what_it_costs(self, unrolled):
         manifest, _, path = unrolled

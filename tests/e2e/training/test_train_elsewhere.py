@@ -18,7 +18,7 @@ from pipeline.config import RecordOptions
 from shards import Dataset, PackError
 from trainer import PackedCollator, PackedLM, TrainConfig, WeightedTrainer, load_model
 from trainer.distributed import World
-from trainer.evaluate import evaluate
+from trainer.evaluation import evaluate
 from trainer.loop import train
 from trainer.model.loading import load_config
 

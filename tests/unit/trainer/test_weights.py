@@ -11,7 +11,7 @@ from shards import Dataset
 from trainer.batch import IGNORED
 from trainer.collator import PackedCollator
 from trainer.distributed import World
-from trainer.evaluate import evaluate
+from trainer.evaluation import evaluate
 from trainer.loader import PackLoader
 from trainer.model.attention import BACKEND_KEYWORD
 from trainer.model.loading import load_model

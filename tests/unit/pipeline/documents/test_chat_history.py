@@ -37,7 +37,7 @@ class TestHistory:
         masks = [[0, *documents.mask_of(start + 1, stop).tolist()] for start, stop in pairwise(documents.offsets)]
         assert list(zip(found, masks, strict=True)) == wanted
         assert documents.doc_ids.tolist() == [0, 0, 1]
-        assert documents.doc_parts.tolist() == [0, 1, 0]
+        assert documents.doc_parts.tolist() == [2, 4, 0]  # the places of their last messages; 0 for the only one
 
     @pytest.mark.parametrize("train_on", ["last-assistant", "all"])
     def test_the_ways_out_work(self, encoder, full, train_on):

@@ -16,7 +16,7 @@ from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.documents.config import ScoreConfig
 from trainer.documents.score import ScoreResult, score, summary_of, write_table
-from trainer.evaluate import evaluate
+from trainer.evaluation import evaluate
 from trainer.run import build_model
 
 ALONE = World(device=torch.device("cpu"))
