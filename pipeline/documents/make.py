@@ -154,7 +154,7 @@ class DocumentMaker:
             The documents, numbered as the batch numbers its records, and how many records gave none, by reason (empty).
         """
         if self.options.kind == "tokens":
-            documents, rejected = tokenized_documents(batch, self.options, self.spec.max_id)
+            documents, rejected = tokenized_documents(batch, self.options, self.spec.max_id, self.unread_fields)
             if self.options.append_eos:
                 eos_id = self.options.eos_id
                 documents = with_eos(documents, _eos(self.spec) if eos_id is None else eos_id)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pipeline.config import RecordOptions
 from pipeline.documents.messages import MAX_WEIGHT, MIN_WEIGHT, check_weight
+from pipeline.documents.unread_fields import UnreadFields, refusal
 from pipeline.sources.reader import RecordBatch
 from pipeline.sources.tokenized import (
     ATTENTION_MASK,
@@ -35,19 +36,26 @@ NO_TARGET = -100
 Rows = npt.NDArray[np.bool_]
 
 
-def tokenized_documents(batch: RecordBatch, options: RecordOptions, max_id: int) -> tuple[Documents, int]:
+def tokenized_documents(
+    batch: RecordBatch, options: RecordOptions, max_id: int, unread: UnreadFields
+) -> tuple[Documents, int]:
     """Turn rows of ids into documents.
 
     Args:
         batch: A `TokenTable`, or objects. Its `reject` is called for every row that does not fit.
         options: Names the columns.
         max_id: The largest id of the tokenizer.
+        unread: Counts the fields of rows that no option reads.
 
     Returns:
         The documents, numbered as the batch numbers its records, and how many records were rejected.
     """
     values = batch.values
     table = values if isinstance(values, TokenTable) else table_of_records(values, options)
+    for name, having in table.beside.items():
+        unread.count(name, int(having.sum()))
+        if unread.strict:
+            table.faults |= dict.fromkeys(np.flatnonzero(having).tolist(), refusal([name])) | table.faults
     checks = _Checks(table, options, max_id)
     for row in sorted(checks.faults):
         batch.reject(int(batch.indices[row]), checks.faults[row])

@@ -17,6 +17,14 @@ MESSAGE_FIELDS = frozenset(
 )  # fmt: skip
 
 
+def refusal(fields: Iterable[str]) -> str:
+    """Say why a record with such fields is refused."""
+    return (
+        f"holds {', '.join(map(repr, dict.fromkeys(fields)))}, which no option reads; expected no such field "
+        "with --strict-fields. Remove it, or name it with an option."
+    )
+
+
 class UnreadFields:
     """Counts fields that nobody reads.
 
@@ -45,12 +53,14 @@ class UnreadFields:
             if isinstance(message, dict) and not message.keys() <= MESSAGE_FIELDS:
                 found += [f"message.{name}" for name in self._meaningful(message, MESSAGE_FIELDS)]
         if found and self.strict:
-            raise SourceError(
-                f"holds {', '.join(map(repr, dict.fromkeys(found)))}, which no option reads; expected no such field "
-                "with --strict-fields. Remove it, or name it with an option."
-            )
+            raise SourceError(refusal(found))
         for name in dict.fromkeys(found):
             self.counts[name] = self.counts.get(name, 0) + 1
+
+    def count(self, name: str, number: int) -> None:
+        """Count so many records that have a field."""
+        if number:
+            self.counts[name] = self.counts.get(name, 0) + number
 
     def take(self) -> dict[str, int]:
         """Return how many records have each field, and begin anew."""

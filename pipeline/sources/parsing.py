@@ -149,6 +149,11 @@ def changes_meaning(name: str) -> bool:
     return MEANING.match(name) is not None
 
 
+def changes_targets(name: str) -> bool:
+    """Whether a field beside token ids looks as if it said what they mean, above all which of them are targets."""
+    return changes_meaning(name) or name.lower() in ("labels", "label_ids", "targets", "target_ids")
+
+
 def name_of(value: Any) -> str:
     """Say what kind of JSON value this is."""
     return KINDS.get(type(value)) or f"{'text' if isinstance(value, str) else 'a number'} ({value!r:.40})"

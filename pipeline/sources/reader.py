@@ -335,7 +335,7 @@ class WindowReader:
         with reading_as(file.format.capitalize(), file.name):
             for batch, row, size, beside in table_batches(file, slice_, options):
                 if options.kind == "tokens":
-                    yield self._table(table_of_batch(batch, options), size, f"{file.name}, row", row)
+                    yield self._table(table_of_batch(batch, options, beside), size, f"{file.name}, row", row)
                     continue
                 whole = options.kind != "text" or options.weights_field is not None
                 raws = rows_of(batch) if whole else column_values(batch.column(0))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipeline.config import RecordOptions
 from pipeline.sources.files import BATCH_BYTES, open_source
-from pipeline.sources.parsing import changes_meaning, fields_of, usual_flags
+from pipeline.sources.parsing import changes_meaning, changes_targets, fields_of, usual_flags
 from pipeline.sources.tokenized import token_fields
 from pipeline.sources.windows import Slice, SourceFile
 from shards.errors import SourceError, reason_of
@@ -89,7 +89,7 @@ def columns_read(schema: Any, name: str, options: RecordOptions) -> list[str]:
     return list(dict.fromkeys([text_column(schema, name, options.text_field), *wanted[:1]]))
 
 
-def fields_beside(schema: Any, read: list[str]) -> dict[str, Any]:
+def fields_beside(schema: Any, read: list[str], options: RecordOptions) -> dict[str, Any]:
     """Return the columns that no record is made of and that look as if they changed what it means; they have a value.
 
     Looking at the values would mean to read images and the like for nothing: a column counts for each of its rows.
@@ -97,7 +97,8 @@ def fields_beside(schema: Any, read: list[str]) -> dict[str, Any]:
     import pyarrow as pa
 
     rest = (field for field in schema if field.name not in read and not pa.types.is_null(field.type))
-    return {field.name: True for field in rest if changes_meaning(field.name)}
+    counts = changes_targets if options.kind == "tokens" else changes_meaning
+    return {field.name: True for field in rest if counts(field.name)}
 
 
 def arrow_batches(location: str) -> Iterator[Any]:
@@ -160,7 +161,7 @@ def table_batches(
             if row >= slice_.stop:
                 break
             columns = columns_read(batch.schema, file.name, options)
-            read, beside = batch.select(columns), fields_beside(batch.schema, columns)
+            read, beside = batch.select(columns), fields_beside(batch.schema, columns, options)
             few = min(step, rows_at_once(read))
             for start in range(max(slice_.start, row), min(slice_.stop, row + batch.num_rows), few):
                 part = read.slice(start - row, min(few, slice_.stop - start))
@@ -175,7 +176,7 @@ def table_batches(
         groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
         row = sum(group.num_rows for group in groups[: slice_.start])
         columns = columns_read(table.schema_arrow, file.name, options)
-        beside = fields_beside(table.schema_arrow, columns)
+        beside = fields_beside(table.schema_arrow, columns, options)
         for number in range(slice_.start, slice_.stop):
             group = groups[number]
             step = max(1, min(1 << 16, BATCH_BYTES * group.num_rows // max(file.units[number], 1)))

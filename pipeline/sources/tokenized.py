@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.config import RecordOptions
-from pipeline.sources.parsing import fields_of, name_of
+from pipeline.sources.parsing import changes_targets, fields_of, name_of
 from shards.shard import numbers_of
 
 # each tells documents of a row
@@ -54,10 +54,17 @@ class TokenTable:
     Args:
         columns: By field; the same number of rows in each.
         faults: Reasons by row, for rows of another shape; such a row is empty in the column that is at fault.
+        beside: Fields that are not read and look as if they changed what the ids mean; which rows have them, bool
+            (num_rows,).
     """
 
-    def __init__(self, columns: dict[str, Ragged], faults: dict[int, str] | None = None) -> None:
-        self.columns, self.faults = columns, faults or {}
+    def __init__(
+        self,
+        columns: dict[str, Ragged],
+        faults: dict[int, str] | None = None,
+        beside: dict[str, npt.NDArray[np.bool_]] | None = None,
+    ) -> None:
+        self.columns, self.faults, self.beside = columns, faults or {}, beside or {}
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())).offsets) - 1
@@ -72,7 +79,8 @@ class TokenTable:
             return {name: column.row(index).tolist() for name, column in self.columns.items()}
         start, stop, _ = index.indices(len(self))
         columns = {name: column.rows(start, stop) for name, column in self.columns.items()}
-        return TokenTable(columns, {row - start: why for row, why in self.faults.items() if start <= row < stop})
+        faults = {row - start: why for row, why in self.faults.items() if start <= row < stop}
+        return TokenTable(columns, faults, {name: rows[start:stop] for name, rows in self.beside.items()})
 
     def digest(self) -> bytes:
         """Return 16 bytes that follow from lengths and values alone, whatever the file's types."""
@@ -93,8 +101,14 @@ def token_fields(names: Collection[str], options: RecordOptions) -> list[str]:
     return list(dict.fromkeys([options.ids_field, *beside, *known]))
 
 
-def table_of_batch(batch: Any, options: RecordOptions) -> TokenTable:
-    """Return the token columns of an Arrow record batch, without a copy where its types allow."""
+def table_of_batch(batch: Any, options: RecordOptions, beside: Collection[str] = ()) -> TokenTable:
+    """Return the token columns of an Arrow record batch, without a copy where its types allow.
+
+    Args:
+        batch: The columns that are read, at least.
+        options: Names them.
+        beside: Other columns of its file that look as if they mattered: every row counts as having them.
+    """
     columns: dict[str, Ragged] = {}
     faults: dict[int, str] = {}
     for name in token_fields(batch.schema.names, options):
@@ -107,7 +121,7 @@ def table_of_batch(batch: Any, options: RecordOptions) -> TokenTable:
                 faults.setdefault(row, _fault_of(name, {name: values[row]}, True))
         else:
             columns[name] = _of_arrow(name, column, faults)
-    return TokenTable(columns, faults)
+    return TokenTable(columns, faults, {name: np.ones(batch.num_rows, bool) for name in beside})
 
 
 def table_of_records(records: Sequence[dict[str, Any]], options: RecordOptions) -> TokenTable:
@@ -127,7 +141,12 @@ def table_of_records(records: Sequence[dict[str, Any]], options: RecordOptions) 
         for row, found in enumerate(lists):
             if found is None:
                 faults.setdefault(row, _fault_of(name, records[row], name == options.weights_field))
-    return TokenTable(columns, faults)
+    rest = sorted(name for name in names - columns.keys() if changes_targets(name))
+    return TokenTable(columns, faults, {name: _has_value(records, name) for name in rest})
+
+
+def _has_value(records: Sequence[dict[str, Any]], name: str) -> npt.NDArray[np.bool_]:
+    return np.array([record.get(name) not in (None, "", [], {}) for record in records], bool)
 
 
 def _ragged(lists: list[npt.NDArray[Any] | None], kind: type[np.generic]) -> Ragged:

@@ -342,3 +342,21 @@ def test_a_size_that_cannot_stand_for_a_tokenizer_is_refused(tmp_path, flags, me
     assert done.exit_code in (1, 2)
     assert message in done.stderr
     assert done.stderr.count("\n") == 1 or done.exit_code == 2
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_columns_that_nobody_reads_and_that_look_like_targets_are_named(tmp_path, pack, name):
+    rows = [
+        {"input_ids": ids, "labels": [-100, *ids[1:]] if number % 4 else None, "url": "x", "special_tokens_mask": [0]}
+        for number, ids in enumerate(DOCUMENTS)
+    ]
+    dataset = pack(table(rows, tmp_path / name))
+    having = sum(row["labels"] is not None for row in rows) if name.startswith("a.json") else len(rows)
+    expected = {"labels": having, "special_tokens_mask": len(rows)}
+    assert list(dataset.manifest["facts"]["unread_fields"].values()) == [expected]
+    with pytest.raises(
+        PackError, match=r"holds '(labels|special_tokens_mask)', which no option reads; expected no such"
+    ):
+        pack(table(rows, tmp_path / name), strict_fields=True)
+    read = pack(table(rows[1:4], tmp_path / f"read-{name}"), labels_field="labels")
+    assert list(read.manifest["facts"]["unread_fields"].values()) == [{"special_tokens_mask": 3}]
