@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from pipeline import BuildConfig, build
@@ -125,6 +126,15 @@ def test_a_killed_run_resumes_to_identical_losses(packed, llama, tmp_path, run_t
     assert figures_of(out, "grad_norm") == figures_of(tmp_path / "whole", "grad_norm")
     ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("killed", "whole"))
     assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_adapters_are_saved_in_the_type_that_they_were_trained_in_sharded_or_not(packed, llama, tmp_path, run_training):
+    fields = {"steps": 2, "lora_rank": 2, "dtype": "bf16"}
+    assert run_training([job(packed, llama, tmp_path / "whole", **fields)]) == [0]
+    assert run_training([job(packed, llama, tmp_path / "sharded", shard="full", **fields)], world_size=2) == [0, 0]
+    for name in ("whole", "sharded"):
+        tensors = load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}, name
 
 
 def test_a_run_that_draws_its_packs_anew_is_the_same_on_two_processes_and_after_a_stop(

@@ -1,8 +1,10 @@
 """Other projects' ways of feeding train the same thing as ours, where they are used as they must be."""
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,3 +54,15 @@ def test_their_losses_are_those_of_padding_and_nothing_is_padded(references, loa
 def test_the_default_cache_lets_documents_see_each_other(references, loaded, step):
     right, default = references.losses_by_cache(loaded, SIZES, step)
     assert abs(default - right) > 1e-4 * right
+
+
+def test_a_gpu_with_flash_attn_4_alone_has_no_flash_attn_2(references, monkeypatch, tmp_path):
+    """Version 4 puts `flash_attn.cute` there: a package of that name is found, and holds no kernel of version 2."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.util.find_spec("flash_attn") is not None
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    model = SimpleNamespace(parameters=lambda: iter([weight]), _supports_flash_attn=True)
+    monkeypatch.setattr(references, "native_attention", lambda _: "sdpa")
+    assert references.Flattened("flattening", SimpleNamespace(model=model), SIZES)._attention == "sdpa"
