@@ -18,6 +18,7 @@ from pipeline.packing.packers import PACKERS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape
 from pipeline.report.padding import LengthHistogram, compare_feedings
 from pipeline.report.records import (
+    BlockShuffle,
     CostFigures,
     DatasetReport,
     FillAtLength,
@@ -32,6 +33,7 @@ from pipeline.report.warnings import find_warnings
 from shards.counts import SET_ASIDE, Counts
 from shards.errors import PackError, counted
 from shards.manifest import Facts, Manifest, SourceTotals
+from shards.ordering.block_order import SHUFFLE_BLOCK_SHARDS, meeting_share
 from shards.ordering.step_order import StepOrder
 from shards.reader import Dataset
 from shards.tables.index import Index
@@ -98,6 +100,7 @@ def inspect_dataset(
         "feedings": feedings,
         "model": {"name": shape.name, "vocab_size": shape.vocab_size, "max_positions": shape.max_positions},
         "steps": {"packs_per_step": packs_per_step, "per_epoch": steps, "left_over_packs": left_over},
+        "block_shuffle": block_shuffle_figures(dataset),
         "sources": [source_figures(source, totals) for source in manifest["sources"]],
         "mix": mix_passes(manifest["sources"], mix or {}),
         "disk": {"bytes": int(dataset.shards.columns["bytes"].sum()), "shards": len(dataset.shards)},
@@ -106,6 +109,17 @@ def inspect_dataset(
     }
     report["warnings"] = find_warnings(report)
     return report
+
+
+def block_shuffle_figures(dataset: Dataset) -> BlockShuffle:
+    """Return how far the order block-shuffled, with blocks of the usual size, is from a full shuffle."""
+    packs, sources = dataset.shards.columns["packs"], dataset.shards.columns["source"]
+    by_source = {name: meeting_share(packs[sources == number]) for number, name in enumerate(dataset.shards.sources)}
+    return {
+        "block_shards": SHUFFLE_BLOCK_SHARDS,
+        "meeting_share": meeting_share(packs),
+        "by_source": by_source,
+    }
 
 
 def plan_summary(dataset: Dataset) -> dict[str, Any]:

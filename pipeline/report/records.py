@@ -135,6 +135,16 @@ class FillAtLength(TypedDict):
     documents_cut: float
 
 
+class BlockShuffle(TypedDict):
+    """How far the order block-shuffled is from a full shuffle."""
+
+    block_shards: int
+    meeting_share: float
+    "Share of the pairs of packs that can meet in a step of an epoch."
+    by_source: dict[str, float]
+    "The same among the packs of each source, where sources are mixed: each has blocks of its own then."
+
+
 class DatasetReport(TypedDict):
     """Every figure of a dataset."""
 
@@ -155,6 +165,7 @@ class DatasetReport(TypedDict):
     feedings: list[FeedingFigures]
     model: ModelFigures
     steps: StepFigures
+    block_shuffle: BlockShuffle
     sources: list[SourceFigures]
     mix: list[MixFigures]
     disk: DiskFigures

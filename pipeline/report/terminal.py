@@ -123,6 +123,12 @@ def headline(report: DatasetReport) -> Iterator[list[str]]:
     steps = report["steps"]
     of = f"of {counted(steps['packs_per_step'], 'pack')}"
     yield ["steps per epoch", f"{steps['per_epoch']:,} {of}, {steps['left_over_packs']:,} left over"]
+    blocks = report["block_shuffle"]
+    if blocks["meeting_share"] < 1:
+        pairs = f"{format_share(blocks['meeting_share'])} of the pairs of packs can meet in a step"
+        mixed = ", ".join(f"{name} {format_share(share)}" for name, share in blocks["by_source"].items())
+        several = f"; mixed, by source: {mixed}" if len(blocks["by_source"]) > 1 else ""
+        yield ["block-shuffled", f"{pairs} of an epoch, in blocks of {blocks['block_shards']:,} shards{several}"]
     yield ["on disk", f"{format_bytes(report['disk']['bytes'])} in {counted(report['disk']['shards'], 'shard')}"]
     yield from _built(report["build"], tokens["read"])
 

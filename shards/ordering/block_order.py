@@ -30,6 +30,23 @@ SHUFFLE_BLOCK_SHARDS = 64
 GROUPS_KEPT = 2
 
 
+def meeting_share(packs: np.ndarray, block_shards: int = SHUFFLE_BLOCK_SHARDS) -> float:
+    """Return the share of pairs of packs that lie in one block of an epoch: 1.0 is a full shuffle.
+
+    Args:
+        packs: Packs in each shard; integers, (num_shards,).
+        block_shards: Shards in a block.
+
+    Example:
+        100 shards of 10 packs in blocks of 10: a pack meets 99 of the 999 others.
+    """
+    if block_shards >= len(packs):
+        return 1.0
+    total = float(packs.sum())
+    block = block_shards * total / len(packs)
+    return max(0.0, (block - 1) / max(1.0, total - 1))
+
+
 class BlockOrder:
     """The steps of every epoch.
 
@@ -168,13 +185,6 @@ class BlockOrder:
         steps = range(min(max_steps, self.steps_per_epoch))
         costs = np.stack([self.costs_of(self.step_packs(epoch, step)) for step in steps])
         return straggler_factor(costs, world_size, self.packs_per_batch)
-
-    def meeting_share(self) -> float:
-        """Return the share of pairs of packs that lie in one block of an epoch: 1.0 is a full shuffle."""
-        packs, size = self._shards.columns["packs"], self._block_shards
-        total = float(packs.sum())
-        block = min(total, size * total / max(1, len(packs)))
-        return min(1.0, max(0.0, (block - 1) / max(1.0, total - 1)))
 
     def _group_of(self, epoch: int, step: int) -> np.ndarray:
         """Return a step of packs of like cost: steps are grouped in runs that take about one block."""

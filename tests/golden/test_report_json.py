@@ -25,4 +25,5 @@ def test_the_report_of_the_golden_dataset_stays_as_it_is():
     report = json.loads(done.stdout)
     assert report.pop("path") == str(HERE / "v2")
     report["warnings"] = len(report["warnings"])  # their words may get better
-    assert rounded(report) == json.loads((HERE / "report_v2.json").read_text(encoding="utf-8"))
+    expected = json.loads((HERE / "report_v2.json").read_text(encoding="utf-8"))
+    assert rounded({name: report[name] for name in expected}) == expected  # fields may be added

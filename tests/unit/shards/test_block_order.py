@@ -10,7 +10,7 @@ import pytest
 from shards.cost import pack_costs
 from shards.counts import empty_counts
 from shards.errors import OptionError
-from shards.ordering.block_order import BlockOrder
+from shards.ordering.block_order import BlockOrder, meeting_share
 from shards.ordering.blocks import Interleaving
 from shards.ordering.permutation import KeyedPermutation
 from shards.tables.index import Index
@@ -160,9 +160,9 @@ def test_any_stretch_of_an_interleaving_is_that_of_the_whole(counts):
 
 
 def test_the_share_of_pairs_that_can_meet_grows_to_a_full_shuffle():
-    assert order_of([10] * 100, block_shards=100).meeting_share() == 1.0
+    assert meeting_share(np.full(100, 10), 100) == 1.0
     # two packs of 1,000 lie in one block of 100 with a chance of 99 in 999
-    assert order_of([10] * 100, block_shards=10).meeting_share() == pytest.approx(99 / 999)
+    assert meeting_share(np.full(100, 10), 10) == pytest.approx(99 / 999)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_the_json_is_one_object_with_the_documented_fields(dataset):
     assert set(report) == {
         *("report", "path", "dataset_id", "plan_id", "plan", "documents", "tokens", "targets", "segments", "packs"),
         *("fill", "lengths", "segments_per_pack", "cost", "feedings", "model", "steps", "sources", "mix", "disk"),
-        *("build", "warnings"),
+        *("build", "warnings", "block_shuffle"),
     }
 
 
@@ -178,3 +178,14 @@ def test_a_table_gives_up_space_before_it_breaks_a_number(columns):
 def test_a_report_from_python_is_that_of_the_command(dataset):
     expected = json.loads(run(dataset, "--json", "--rows", "--packs-per-step", 4).output)
     assert json.loads(json.dumps(pipeline.inspect(dataset, rows=True, packs_per_step=4))) == expected
+
+
+def test_how_far_blocks_of_shards_are_from_a_full_shuffle_is_said_where_they_are(write_dataset, dataset):
+    assert "block-shuffled" not in run(dataset).output
+    many = write_dataset({f"source-{number}": [[64]] for number in range(70)}, name="many")
+    figures = json.loads(run(many, "--json").output)["block_shuffle"]
+    # 64 of 70 shards of one pack lie in a block: a pack meets 63 of the 69 others, and all of its own source
+    assert figures["meeting_share"] == pytest.approx(63 / 69)
+    assert set(figures["by_source"].values()) == {1.0}
+    line = next(line for line in run(many).output.splitlines() if line.startswith("block-shuffled"))
+    assert "91.3% of the pairs of packs can meet in a step of an epoch, in blocks of 64 shards" in line
