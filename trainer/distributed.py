@@ -32,6 +32,8 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device
+    num_nodes: int = 1
+    "Machines that the processes run on, as many on each, one machine's ranks after another's."
     started: bool = False
     "Whether `start` made the process group, so that `stop` ends it."
 
@@ -77,7 +79,9 @@ def start(device: str | None) -> World:
     started = not dist.is_initialized()
     if started:
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo")
-    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(kind), started=started)
+    size, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    num_nodes = size // local if local and size % local == 0 else 1
+    return World(rank=dist.get_rank(), size=size, device=torch.device(kind), num_nodes=num_nodes, started=started)
 
 
 def stop(world: World) -> None:

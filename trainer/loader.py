@@ -69,6 +69,8 @@ class PackLoader:
         repack: Draw other packs for every pass over a source, from the segments of each window.
         rank: This process.
         world_size: Number of processes.
+        num_nodes: Machines that they run on. Where shards are fetched, in an order of blocks, packs of one shard go to
+            one machine, where they can.
         device: Where batches go.
         static_shapes: Fill every batch up to the same length, for compiled models.
         weighting: What `divisor` counts: "token" (targets) or "document" (segments with a target).
@@ -95,6 +97,7 @@ class PackLoader:
         repack: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        num_nodes: int = 1,
         device: torch.device | str = "cpu",
         static_shapes: bool = False,
         weighting: str = "token",
@@ -123,6 +126,7 @@ class PackLoader:
                 f"{self.packs_per_step}; expected a multiple of {smallest} "
                 f"(packs in a micro-batch: {smallest // world_size}, processes: {world_size}).",
             )
+        self._num_nodes = num_nodes if dataset.mirror is not None else 1
         self.batches_per_step = self.packs_per_step // smallest  # of this process
         self.rectangles = False
         "Whether to plan each batch's rectangles, for models with layers that run on them."
@@ -165,7 +169,11 @@ class PackLoader:
 
     def step_at(self, number: int) -> Step:
         """Return step `number` of the run, counted from 0 over all epochs, as this process sees it."""
-        ranks = self.order.batches(*divmod(number, self.steps_per_epoch), self.world_size)
+        place = divmod(number, self.steps_per_epoch)
+        if isinstance(self.order, BlockOrder):
+            ranks = self.order.batches(*place, self.world_size, self._num_nodes)
+        else:
+            ranks = self.order.batches(*place, self.world_size)
         packs = np.concatenate([batch for rank in ranks for batch in rank])
         work = np.array([sum(self.order.costs_of(batch).sum() for batch in rank) for rank in ranks])
         index = self.dataset.index.take(packs) if self.drawn is None else self.drawn.take(packs)

@@ -288,6 +288,7 @@ def make_loader(config: TrainConfig, world: World, dataset: Dataset, packs_per_s
         repack=config.repack,
         rank=world.rank,
         world_size=world.size,
+        num_nodes=world.num_nodes,
         device=world.device,
         static_shapes=config.compile,
         weighting=config.loss_weighting,

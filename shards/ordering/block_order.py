@@ -14,6 +14,7 @@ from shards.cost import pack_costs
 from shards.counts import Counts
 from shards.errors import OptionError
 from shards.ordering.blocks import PackSequence, ShardStream
+from shards.ordering.nodes import deal_to_nodes
 from shards.ordering.step_order import (
     BLOCK_ORDERS,
     LAST_STEPS,
@@ -163,8 +164,15 @@ class BlockOrder:
         steps = [step for step in range(self.steps_per_epoch) if np.isin(self.step_packs(epoch, step), packs).any()]
         return np.array(steps, np.int64)
 
-    def batches(self, epoch: int, step: int, world_size: int) -> list[list[np.ndarray]]:
+    def batches(self, epoch: int, step: int, world_size: int, num_nodes: int = 1) -> list[list[np.ndarray]]:
         """Return, for each rank, the packs of each of its micro-batches, balanced so that all ranks take equally long.
+
+        Args:
+            epoch: Of the step.
+            step: Its number there.
+            world_size: Number of ranks.
+            num_nodes: Nodes that they run on, as many ranks on each, one node's after another's. Packs of one shard go
+                to one node, where it can be, and the ranks of a node are balanced among themselves.
 
         Raises:
             OptionError: The step does not divide into micro-batches for so many ranks.
@@ -177,8 +185,13 @@ class BlockOrder:
                 f"with {self.packs_per_batch} in a micro-batch; expected a multiple of {smallest}.",
             )
         packs = self.step_packs(epoch, step)
-        balanced = balance(self.costs_of(packs), world_size, len(packs) // smallest, self.packs_per_batch)
-        return [[packs[batch] for batch in rank] for rank in balanced]
+        shards = np.searchsorted(self._shards.columns["first_pack"], packs, side="right") - 1
+        ranks: list[list[np.ndarray]] = []
+        for dealt in deal_to_nodes(shards, num_nodes):
+            mine, count = packs[dealt], len(packs) // smallest
+            balanced = balance(self.costs_of(mine), world_size // num_nodes, count, self.packs_per_batch)
+            ranks += [[mine[batch] for batch in rank] for rank in balanced]
+        return ranks
 
     def straggler_factor(self, epoch: int, world_size: int, max_steps: int = 1000) -> float:
         """Return `straggler_factor` of the first `max_steps` steps of an epoch."""

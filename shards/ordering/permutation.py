@@ -43,11 +43,12 @@ class KeyedPermutation:
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = numbers >> bits, numbers & mask
         for key in self._keys:
-            left, right = right, left ^ (_hash(right + key) & mask)
+            left, right = right, left ^ (scatter(right + key) & mask)
         return (left << bits) | right
 
 
-def _hash(values: np.ndarray) -> np.ndarray:
+def scatter(values: np.ndarray) -> np.ndarray:
+    """Return numbers that look random, the same ones for the same values; uint64, same shape (splitmix64's mixer)."""
     values = values * _MIX[0]
     values = (values ^ (values >> np.uint64(30))) * _MIX[1]
     values = (values ^ (values >> np.uint64(27))) * _MIX[2]

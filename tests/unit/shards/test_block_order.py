@@ -97,6 +97,36 @@ def test_packs_are_shuffled_inside_blocks_of_shards_and_blocks_follow_on_each_ot
     assert runs > len(shards) / 2, "packs of a block are mixed"
 
 
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_nodes_share_out_a_step_evenly_and_each_fetches_few_shards(num_nodes):
+    """Four nodes that fetch whole shards fetch at most half as much again as a quarter of the dataset each."""
+    packs_per_shard, shards = 100, 400
+    order = order_of([packs_per_shard] * shards, packs_per_step=256, block_shards=64)
+    fetched: list[set[int]] = [set() for _ in range(num_nodes)]
+    for step in range(order.steps_per_epoch):
+        expected = order.step_packs(0, step).tolist()
+        ranks = order.batches(0, step, 8, num_nodes)
+        assert {len(rank) for rank in ranks} == {256 // 8}
+        assert sorted(pack for rank in ranks for batch in rank for pack in batch.tolist()) == sorted(expected)
+        for node, found in enumerate(fetched):
+            for rank in ranks[node * 8 // num_nodes : (node + 1) * 8 // num_nodes]:
+                found |= {pack // packs_per_shard for batch in rank for pack in batch.tolist()}
+    assert max(map(len, fetched)) <= 1.5 * shards / num_nodes
+    again = [order.batches(1, 0, 8, num_nodes) for _ in range(2)]
+    assert [[batch.tolist() for batch in rank] for rank in again[0]] == [
+        [batch.tolist() for batch in rank] for rank in again[1]
+    ]
+
+
+def test_a_node_keeps_its_part_of_the_shards_in_every_epoch():
+    order = order_of([50] * 200, packs_per_step=256, block_shards=64)
+    fetched: list[set[int]] = []
+    for epoch in range(2):
+        mine = [rank for step in range(order.steps_per_epoch) for rank in order.batches(epoch, step, 4, 4)[:1]]
+        fetched.append({pack // 50 for rank in mine for batch in rank for pack in batch.tolist()})
+    assert len(fetched[0] & fetched[1]) > 0.8 * len(fetched[0])
+
+
 @pytest.mark.parametrize("kind", ["block-shuffled", "block-cost-grouped"])
 def test_any_step_is_found_without_those_before_it_and_whatever_the_ranks(kind):
     order = order_of(PACKS, order=kind, packs_per_step=12, packs_per_batch=2)
