@@ -63,7 +63,7 @@ def _export(
     state = _gathered(model, None if adapters else dtype, world.is_main) if sharded else None
     if not world.is_main:
         return (out / "adapter" if adapters and sharded else target), []
-    notes = add_end_marks(unwrap(model), trained_end_ids(dataset))
+    notes = [*add_end_marks(unwrap(model), trained_end_ids(dataset)), *drop_foreign_code(unwrap(model))]
     if adapters:
         # the base keeps its embeddings, whatever has adapters
         model.save_pretrained(out / "adapter", state_dict=state, save_embedding_layers=False)
@@ -83,6 +83,20 @@ def _export(
         )
     _add_companions(target, dataset, config, figures)
     return target, notes
+
+
+def drop_foreign_code(model: Any) -> list[str]:
+    """Let a model's configuration name no code of its author's: it was never run, and is not beside the weights.
+
+    Returns:
+        One line, where it named any.
+    """
+    named = vars(model.config).pop("auto_map", None)
+    if not named:
+        return []
+    return [
+        "export: auto_map of the base model's configuration is left out, its code was not run (transformers' own was)"
+    ]
 
 
 def trained_end_ids(dataset: Dataset) -> list[int]:

@@ -60,6 +60,14 @@ def test_exported_files_have_the_access_rights_of_any_new_file(run, tmp_path):
     assert {path.stat().st_mode for path in files} == {(tmp_path / "other").stat().st_mode}
 
 
+def test_the_exported_model_names_no_code_of_the_base_model_s_author(run, model_config, capsys):
+    auto_map = {"AutoConfig": "configuration_mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    result, _ = run(model=model_config(auto_map=auto_map))
+    assert "auto_map" not in json.loads((result.model_dir / "config.json").read_text())
+    assert AutoModelForCausalLM.from_pretrained(result.model_dir, trust_remote_code=False).config.model_type == "llama"
+    assert "auto_map of the base model's configuration is left out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("before", "trained", "after"),
     [(None, [5], [5]), (2, [5], [2, 5]), ([2, 3], [3, 5], [2, 3, 5]), ([2, 3], [3], [2, 3]), (2, [], 2)],
