@@ -1,6 +1,7 @@
 """`pack repack`: the dataset that a build with other settings would have made, without its corpus."""
 
 import json
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,23 @@ def test_a_flipped_token_is_not_written_on(tmp_path, tokenizer_dir, texts):
     for form in ("parquet", "jsonl", "megatron"):
         with pytest.raises(PackError, match="does not match its checksum"):
             export_dataset(DatasetExportConfig(dataset=first.path, to=form, out=tmp_path / form))
+
+
+def test_memory_does_not_grow_with_the_number_of_windows(tmp_path, tokenizer_dir):
+    """Peaks of what numpy and Python hold, mapped shards not counted: of three windows and of twelve."""
+    peaks = []
+    for windows in (3, 12):
+        lines = (json.dumps({"text": f"{k} " + "some words of a text " * 40}) for k in range(120 * windows))
+        source = tmp_path / f"{windows}.jsonl"
+        source.write_text("\n".join(lines) + "\n")
+        first = built(
+            tmp_path / f"first-{windows}", tokenizer_dir, source, seq_len=512,
+            window_bytes=source.stat().st_size // windows + 1,
+        )  # fmt: skip
+        assert len(first.shards) == windows
+        repack(RepackConfig(dataset=first.path, out=tmp_path / f"warm-{windows}", seq_len=256))
+        tracemalloc.start()
+        repack(RepackConfig(dataset=first.path, out=tmp_path / f"again-{windows}", seq_len=256))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0], peaks
