@@ -102,7 +102,7 @@ def _print_result(result: Any, as_json: bool) -> None:
         held_out = {"holdout": dict(result.holdout.manifest)} if result.holdout else {}
         click.echo(json.dumps(dict(figures) | held_out))
     elif manifest is not None:
-        from pipeline.report.dataset import summary_lines
+        from pipeline.report.summary import summary_lines
 
         say("\n".join(summary_lines(manifest, result.path)))
         if result.holdout is not None:

@@ -5,13 +5,11 @@ and `pages.py` draws. No shard is opened, so a dataset of a thousand shards answ
 reads rows. Lengths come from histograms that are exact up to 256 tokens and within 1.6 % above.
 """
 
-from collections.abc import Sequence
-from shlex import quote
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.formatting import balances, describe_unread, format_reasons, format_share, unasked
 from pipeline.packing.choice import histogram_bound
 from pipeline.packing.cutting import cut
 from pipeline.packing.packers import PACKERS
@@ -30,9 +28,9 @@ from pipeline.report.records import (
     StragglerFigures,
 )
 from pipeline.report.warnings import find_warnings
-from shards.counts import SET_ASIDE, Counts
-from shards.errors import PackError, counted
-from shards.manifest import Facts, Manifest, SourceTotals
+from shards.counts import Counts, Histogram, HistogramSum
+from shards.errors import PackError
+from shards.manifest import SourceTotals
 from shards.ordering.block_order import SHUFFLE_BLOCK_SHARDS, meeting_share
 from shards.ordering.step_order import StepOrder
 from shards.reader import Dataset
@@ -160,14 +158,12 @@ def mix_passes(sources: Sequence[SourceTotals], mix: dict[str, float]) -> list[M
     return [{"source": name, "weight": mix[name], "passes": rate / min(pace.values())} for name, rate in pace.items()]
 
 
-def merge_histograms(histograms: Sequence[list[list[int]]]) -> list[list[int]]:
+def merge_histograms(histograms: Iterable[Histogram]) -> Histogram:
     """Add histograms of `[lower edge, how many, tokens]`, class by class."""
-    total: dict[int, tuple[int, int]] = {}
+    total = HistogramSum()
     for histogram in histograms:
-        for edge, number, tokens in histogram:
-            old = total.get(edge, (0, 0))
-            total[edge] = (old[0] + number, old[1] + tokens)
-    return [[edge, *both] for edge, both in sorted(total.items())]
+        total.add(histogram)
+    return total.total()
 
 
 def to_histogram(histogram: list[list[int]]) -> LengthHistogram:
@@ -307,50 +303,3 @@ def fill_by_seq_len(lengths: np.ndarray) -> list[FillAtLength]:
         full = float(segments.sum()) / (bins.num_bins * seq_len)
         entries.append({"seq_len": seq_len, "fill": full, "documents_cut": float((lengths > seq_len).mean())})
     return entries
-
-
-def _spelled_controls(facts: Facts) -> list[str]:
-    """Say how many texts spell control tokens, as a line or none."""
-    spelled = facts.get("spelled_controls", {})
-    texts = spelled.get("texts", 0)
-    if not texts:
-        return []
-    verb = "spells a control token" if texts == 1 else "spell control tokens"
-    what = f"{counted(texts, 'text')} {verb}, such as {spelled.get('example', '')!r}"
-    return [f"control text: {what}; it was kept as text (--parse-special reads it as control tokens)"]
-
-
-def _unrolled(facts: Facts) -> list[str]:
-    """Say which conversations became several documents, and what that costs, as a line or none."""
-    unrolled = facts.get("unrolled", {})
-    conversations, turns = unrolled.get("conversations", 0), unrolled.get("turns", 0)
-    once = unrolled.get("tokens_once", 0)
-    if not once:
-        return []
-    what = f"{counted(conversations, 'conversation')} with {counted(turns, 'trained answer')}"
-    documents, factor = counted(unrolled.get("documents", 0), "document"), unrolled.get("tokens", 0) / once
-    return [
-        f"unrolled: {what} became {documents} of {factor:.2f} times the tokens, since "
-        "the chat template rewrites earlier turns (--unroll never refuses them)"
-    ]
-
-
-def summary_lines(manifest: Manifest, path: str) -> list[str]:
-    """Return what a person wants to know when a build has finished, in a few lines."""
-    totals, seq_len = manifest["totals"], manifest["seq_len"]
-    tokens, packs = totals["tokens"]["packed"], totals["packs"]
-    full = tokens / (packs * seq_len) if packs else 0.0
-    what = [counted(sheet.packed, sheet.thing.removesuffix("s")) for sheet in balances(totals)]
-    losses, aside = [], []
-    for sheet in balances(totals):
-        losses.append((sheet.thing, format_reasons(unasked(sheet.lost))))
-        aside.append((sheet.thing, format_reasons({name: sheet.lost.get(name, 0) for name in SET_ASIDE})))
-    return [
-        f"{path}: {', '.join(what)} in {counted(packs, 'pack')} of {seq_len:,} ({format_share(full)} full)",
-        *(f"{thing} lost: {why}" for thing, why in losses if why),
-        *(f"{thing} set aside: {why}" for thing, why in aside[:2] if why),  # targets go with their tokens
-        *_unrolled(manifest["facts"]),
-        *_spelled_controls(manifest["facts"]),
-        *(describe_unread(*entry) for entry in manifest["facts"].get("unread_fields", {}).items()),
-        f"dataset {manifest['dataset_id'][:16]}; see pack inspect {quote(path)}",
-    ]

@@ -15,7 +15,7 @@ from pipeline.building.window import read_documents
 from pipeline.cli import main
 from pipeline.config import RecordOptions, RepackConfig
 from pipeline.documents.encoder import Encoder
-from pipeline.report.dataset import summary_lines
+from pipeline.report.summary import summary_lines
 from shards import Dataset, verify
 from shards.errors import PackError
 

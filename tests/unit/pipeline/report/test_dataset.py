@@ -8,10 +8,11 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from pipeline.report.dataset import inspect_dataset, summary_lines
+from pipeline.report.dataset import inspect_dataset
 from pipeline.report.feedings import BATCH, FEEDINGS
 from pipeline.report.flops import DEFAULT_SHAPE, ModelShape, shape_of
 from pipeline.report.padding import PADDED, LengthHistogram, compare_feedings
+from pipeline.report.summary import summary_lines
 from shards import Dataset, PackError
 
 WEB = [[30, 20, 10], [64], [5, 5, 5, 5], [40, 24], [17]]
