@@ -12,13 +12,10 @@ from trainer.export_model import export_model
 
 
 @pytest.fixture
-def finished(run, dataset, tmp_path):
+def finished(run, dataset, tmp_path, best_step):
     """A run of eight steps that is best at some step in between, with all its checkpoints."""
-    _, lines = run(steps=8, lr=0.5, schedule="constant", save_every=1, keep=8, eval=str(dataset.path), eval_every=1)
-    losses = lines.column("eval_loss")
-    best = losses.index(min(losses)) + 1
-    assert 1 <= best < 8
-    return tmp_path / "run", best
+    run(steps=8, lr=0.5, schedule="constant", save_every=1, keep=8, eval=str(dataset.path), eval_every=1)
+    return tmp_path / "run", best_step
 
 
 def weights(folder):

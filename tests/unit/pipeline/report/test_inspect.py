@@ -187,5 +187,5 @@ def test_how_far_blocks_of_shards_are_from_a_full_shuffle_is_said_where_they_are
     # 64 of 70 shards of one pack lie in a block: a pack meets 63 of the 69 others, and all of its own source
     assert figures["meeting_share"] == pytest.approx(63 / 69)
     assert set(figures["by_source"].values()) == {1.0}
-    line = next(line for line in run(many).output.splitlines() if line.startswith("block-shuffled"))
+    line = next(line for line in run(many, COLUMNS="200").output.splitlines() if line.startswith("block-shuffled"))
     assert "91.3% of the pairs of packs can meet in a step of an epoch, in blocks of 64 shards" in line

@@ -23,6 +23,7 @@ CU = np.array([0, 3, 3, 10], dtype=np.int32)
 LOADER: Any = SimpleNamespace(
     steps_taken=2,
     step_at=lambda number: SimpleNamespace(batches=[np.array([number, ~0])]),
+    drawn=None,
     dataset=SimpleNamespace(pack=lambda i: SimpleNamespace(cu_seqlens=np.array([[0, 4], [0, 1], [0, 5, 7]][i]))),
 )
 

@@ -36,15 +36,9 @@ def test_a_run_goes_on_elsewhere_from_what_was_uploaded(run, store, tmp_path, ca
     assert lines.column("loss") == whole.column("loss")[3:]
 
 
-def test_the_best_one_is_kept_there_too(run, store, dataset):
-    _, lines = run(
-        steps=8, lr=0.5, schedule="constant", save_every=1, keep=2, eval=str(dataset.path), eval_every=1,
-        checkpoint_url=URL,
-    )  # fmt: skip
-    losses = lines.column("eval_loss")
-    best = losses.index(min(losses)) + 1
-    assert best < 7, "the test needs a best step that would not be kept anyway"
-    assert names(store) == ["best.json", f"step-{best:08d}", "step-00000007", "step-00000008"]
+def test_the_best_one_is_kept_there_too(run, store, dataset, best_step):
+    run(steps=8, save_every=1, keep=2, eval=str(dataset.path), eval_every=1, checkpoint_url=URL)
+    assert names(store) == ["best.json", f"step-{best_step:08d}", "step-00000007", "step-00000008"]
 
 
 @pytest.mark.parametrize("damage", ["seal", "file", "flip"])
